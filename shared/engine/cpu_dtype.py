@@ -5,10 +5,12 @@ Elsewhere a reference loop takes 70 times as long as float32 (docs/decisions/005
 weights, rounded less on their way; KV takes twice the memory. Reads files; knows neither vLLM nor torch.
 """
 
-import json
 import platform
 from functools import cache
 from pathlib import Path
+
+from shared.errors import SettingsError
+from shared.kv.model_files import read_config
 
 CPUINFO = Path("/proc/cpuinfo")
 FAST = frozenset({"avx512bw", "amx_bf16", "avx_ne_convert"})  # any of them, as the kernel names them
@@ -24,10 +26,9 @@ def engine_dtype(asked: str, model_dir: str, *, on_cpu: bool) -> str:
     if asked != "auto" or not on_cpu or _is_fast():
         return asked
     try:
-        config = json.loads((Path(model_dir) / "config.json").read_text())
-    except (OSError, ValueError):
+        config = read_config(model_dir)
+    except SettingsError:
         return asked
-    config = config.get("text_config") or config
     stored = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return "float32" if stored in HALF and "quantization_config" not in config else asked
 

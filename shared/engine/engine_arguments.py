@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from vllm.platforms import current_platform
 
-from shared.engine.cpu_dtype import engine_dtype
 from shared.engine.describe import kv_shape
 from shared.engine.slot_settings import slot_arguments, slot_settings
 from shared.engine.worker_config import (
@@ -107,7 +106,7 @@ def engine_arguments(settings: WorkerSettings, hosted: Mapping[str, Any]) -> dic
     return {
         "model": settings.model_dir,
         "served_model_name": settings.model_name,
-        "dtype": engine_dtype(settings.dtype, settings.model_dir, on_cpu=current_platform.is_cpu()),
+        "dtype": settings.dtype,
         "load_format": settings.load_format,
         "max_model_len": settings.max_model_len or None,
         "max_num_seqs": settings.max_num_seqs,

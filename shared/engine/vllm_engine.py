@@ -74,6 +74,11 @@ class VllmEngine:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
+        dtype = engine_dtype(settings.dtype, settings.model_dir, on_cpu=current_platform.is_cpu())
+        if dtype != settings.dtype:
+            why = "this CPU has no fast products of 16 bits"
+            _log.info("computes_in_float32", why=why, otherwise="worker.dtype")
+            settings = msgspec.structs.replace(settings, dtype=dtype)
         preload_architecture(settings.model_dir)
         check_split(settings.model_dir, settings.tensor_parallel_size)
         honour_seeds()
@@ -89,15 +94,6 @@ class VllmEngine:
         elif (chosen := with_slots(settings, config)) is not settings:
             settings, config = chosen, self._engine_args(chosen).create_engine_config()
         self.description = describe_engine(config, settings.model_name, settings.model_dir, layout)
-        if (
-            engine_dtype(settings.dtype, settings.model_dir, on_cpu=current_platform.is_cpu())
-            != settings.dtype
-        ):
-            _log.info(
-                "computes_in_float32",
-                why="this CPU has no fast products of 16 bits",
-                otherwise="worker.dtype",
-            )
         self.device = "cpu" if current_platform.is_cpu() else current_platform.get_device_name()
         self._set_sizes(config)
         self.keeps_leases = works_in_pages(settings)

@@ -21,6 +21,11 @@ LINK = "link"
 STANDS_STILL = "stop of a peer"  # in detections_s
 
 
+def losses_s(observer: Host, since_s: float) -> list[float]:
+    """When its mempool lost the other host's, since then; logs name milliseconds."""
+    return [s for event, s in observer.link_lines() if event == "peer_lost" and s > since_s - 0.002]
+
+
 class Hosts:
     """Both, as one World to the campaign."""
 
@@ -166,7 +171,7 @@ class Hosts:
             """An observer that stood still itself, for a moment, begins to count anew."""
             if time.monotonic() <= until_s or not (is_expected and observer.mempool.alive):
                 return time.monotonic() > until_s
-            return any(event == "peer_lost" and s > at_s - 0.002 for event, s in observer.link_lines())
+            return bool(losses_s(observer, at_s))
 
         self.clock.until(is_over, "it stood still", PATIENCE_S)
         self.clock.wake(process)
@@ -186,7 +191,7 @@ class Hosts:
             found: list[float] = []
 
             def seen(observer: Host = observer, at_s: float = at_s, found: list[float] = found) -> bool:
-                lost = [s for event, s in observer.link_lines() if event == "peer_lost" and s > at_s - 0.002]
+                lost = losses_s(observer, at_s)
                 found.extend(lost[:1])
                 return bool(lost)
 

@@ -47,6 +47,7 @@ def model(folder, **config) -> str:
         ({"text_config": {"dtype": "bfloat16"}}, "float32"),
         ({"dtype": "float32"}, "auto"),
         ({"dtype": "bfloat16", "quantization_config": {"quant_method": "awq"}}, "auto"),
+        ({"text_config": {"dtype": "bfloat16"}, "quantization_config": {"quant_method": "awq"}}, "auto"),
     ],
 )
 def test_weights_of_16_bits_are_computed_with_in_float32(slow, tmp_path, config, wanted):

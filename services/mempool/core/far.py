@@ -19,7 +19,7 @@ from itertools import count
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, MapFarPages, PoolLimits, Send
 from services.mempool.core.engines import Engine
-from services.mempool.core.far_moves import FarMoves, num_free
+from services.mempool.core.far_moves import FarMoves
 from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where, can_map
 from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.page_state import PageEvent
@@ -184,7 +184,7 @@ class Far(FarMoves):
             if place.is_loan and can_map(pool, place) and (not job.old or job.is_back)
         ]
         for place in lent:
-            if pages := place.claim_now(min(count, num_free(place))):
+            if pages := place.claim_now(min(count, place.num_free)):
                 return place, pages
         if job.is_back:
             return pool, []

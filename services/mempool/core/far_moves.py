@@ -87,7 +87,7 @@ class FarMoves(ABC):
             in_dram = (each for each in user.places.items() if each[1].where[0].is_dram)
             chosen = list(islice((each for each in in_dram if each[1].state is PlaceState.MAPPED), most))
             user.awaits_lent = bool(chosen)
-            room = sum(num_free(place) for place in lent)
+            room = sum(place.num_free for place in lent)
             self._make_way(lent, len(chosen) - room, now_ms)
             if not (going := chosen[:room]):
                 user.pace.later(now_ms)
@@ -100,7 +100,7 @@ class FarMoves(ABC):
     def _make_way(self, lent: Sequence[Pool], count: int, now_ms: int) -> None:
         """So many cached blocks are to leave these spaces; said again until there is room."""
         for place in lent:
-            part = min(count, place.num_at_hand - num_free(place))
+            part = min(count, place.num_at_hand - place.num_free)
             if part > 0:
                 self.drain(place.number, part, now_ms)
                 count -= part
@@ -147,8 +147,3 @@ class FarMoves(ABC):
         """When bring_back() has something to look at."""
         due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._lent(u)]
         return min(due, default=None)
-
-
-def num_free(place: Pool) -> int:
-    """Its free pages."""
-    return place.memory.table.num_free if place.memory is not None else 0

@@ -218,10 +218,14 @@ class Pool(Lifetimes):
     # -- pages that the mempool itself writes --------------------------------------------------------
 
     @property
+    def num_free(self) -> int:
+        assert self.memory is not None
+        return self.memory.table.num_free
+
+    @property
     def num_at_hand(self) -> int:
         """Pages that a claim gets without asking anybody, but for blocks that must leave for other memory first."""
-        assert self.memory is not None
-        return self.memory.table.num_free + len(self.index) - self.index.num_pinned
+        return self.num_free + len(self.index) - self.index.num_pinned
 
     @property
     def num_spare(self) -> int:
