@@ -45,6 +45,14 @@ def page_lists(pages: list[Owned]) -> dict[str, bytes]:
     return {"pages": u32_bytes(p for p, _ in pages), "epochs": u64_bytes(e for _, e in pages)}
 
 
+def check_stock(pool: Pool) -> None:
+    """What an engine's stock is said to be are the pages that are granted to it."""
+    if pool.memory is not None:
+        states = pool.memory.table.states
+        for engine in pool.memory.engines.attached.values():
+            assert engine.stock == {page for page in engine.held if states[page] == PageState.GRANTED}
+
+
 class Harness:
     """One pool, its page words as a reader would see them, and what it sent."""
 
@@ -189,4 +197,5 @@ class Harness:
 
     def counts(self) -> dict[str, int]:
         """Non-zero counts by state."""
+        check_stock(self.pool)
         return {name: count for name, count in self.pool.status().pages_by_state.items() if count}

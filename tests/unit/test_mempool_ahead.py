@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.mempool.core.layered import AHEAD_WITHIN_MS, SPARE_PART
+from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import chain, page_lists
@@ -116,11 +116,11 @@ def test_an_engine_that_gives_nothing_back_keeps_blocks_where_they_are(pair):
     hashes = chain(*range(3 * STEP))
     pair.step(HandoffId("p"), hashes, 0)
     assert not pair.copies, "two pages were free: it waits for the rest"
-    pair.advance(AHEAD_WITHIN_MS)
+    pair.advance(SPARE_WITHIN_MS)
     assert pair.num_copying == 2, "and goes with those that came"
     pair.copied()
     pair.step(HandoffId("p"), hashes, STEP)
-    pair.advance(AHEAD_WITHIN_MS)
+    pair.advance(SPARE_WITHIN_MS)
     assert not pair.copies
     assert not pair.core.pulls.pulls
     pair.counts()
@@ -190,7 +190,7 @@ def test_blocks_that_make_way_in_the_moment_in_which_their_own_time_is_over_end_
     acquire(pair, hashes["p"][:STEP], handoff_id=HandoffId("p"), wait_ms=0)
     joined, other = pair.core.pulls.pulls.values()
     assert (len(joined.readers), other.is_ahead) == (1, True)
-    pair.advance(AHEAD_WITHIN_MS)
+    pair.advance(SPARE_WITHIN_MS)
     (reading,) = pair.core.pulls.pulls.values()
     assert reading.readers, "it waits for pages of its own now"
     pair.counts()

@@ -2,19 +2,23 @@
 
 import pytest
 
+from services.mempool.core.pull import SPARE_WITHIN_MS
+from services.mempool.core.pulls import ASK_AGAIN_MS as PULL_ASKS_AGAIN_MS
 from shared.ids import HandoffId
 from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import BLOCK_TOKENS, SEED, chain, page_lists
+from tests.unit.mempool_harness import BLOCK_TOKENS, PAGE_BYTES, SEED, chain, page_lists
 from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
 ABC, MORE = chain("a", "b", "c"), chain("a", "b", "c", "d", "e")
 PREFILL_FRONT = 9
 
 
-def handed_over(mode: str, *, prompt: list = ABC, quota: int = 4, decode_quota: int = 4) -> Spaces:
+def handed_over(
+    mode: str, *, prompt: list = ABC, quota: int = 4, decode_quota: int = 4, **limits: object
+) -> Spaces:
     """Decode has the prompt's blocks."""
-    rig = Spaces(max(8, 2 * decode_quota), pd_caching=mode)
+    rig = Spaces(max(8, 2 * decode_quota), pd_caching=mode, **limits)
     rig.worker(PREFILL, "cpu:0", quota=quota)
     rig.worker(DECODE, "cpu:1", quota=decode_quota)
     rig.client(FRONT, f"i{DECODE}")
@@ -100,13 +104,97 @@ def test_what_is_not_behind_a_handed_over_chain_stays():
     assert not rig.copies
 
 
-def test_without_free_pages_it_stays_and_is_read_when_it_is_wanted():
+def test_where_every_free_page_is_in_the_engines_stock_it_goes_back_into_one_of_them():
+    rig = handed_over("3", quota=8, stock_share=0.25)
+    pool = rig.core.pools[0]
+    assert (pool.num_at_hand, pool.num_spare) == (0, 5)
+    decode_seals(rig, MORE, 3, "de")
+    assert answers(rig, PREFILL, wire.Shrink) == [wire.Shrink(count=1)], "a quarter of those"
+    rig.give_back(PREFILL, rig.take(PREFILL, 1))
+    rig.copied()
+    assert [rig.bytes[0, entry.page] for entry in pool.index.prefix(MORE)] == list("abcd")
+    assert rig.core.status().counters["push_backs_dropped"] == 1
+    assert pool.index.get(MORE[3]) is not None, "nor does the engine get a page for it"
+    rig.counts()
+
+
+def test_while_engines_have_pages_to_spare_what_goes_back_evicts_nothing_that_came_back():
+    rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25)
+    pool, names = rig.core.pools[0], "defgh"
+    long = chain("a", "b", "c", *names)
+    for at, name in enumerate(names, 3):
+        decode_seals(rig, long, at, name)
+        for ask in answers(rig, PREFILL, wire.Shrink)[at - 3 :]:
+            rig.give_back(PREFILL, rig.take(PREFILL, ask.count))
+        rig.copied()
+    assert [rig.bytes[0, entry.page] for entry in pool.index.prefix(long)] == list("abc" + names)
+    assert pool.counters["pages_evicted"] == 0
+    rig.counts()
+
+
+def test_no_more_goes_back_at_once_than_a_quarter_of_the_spare_pages():
+    rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25)
+    assert (rig.core.pools[0].num_at_hand, rig.core.pools[0].num_spare) == (0, 13)
+    long = chain("a", "b", "c", *"defg")
+    for at, name in enumerate("defg", 3):
+        decode_seals(rig, long, at, name)
+    assert len(rig.core.pulls.pulls) == 3
+    assert rig.core.status().counters["push_backs_dropped"] == 1
+
+
+def test_nothing_leaves_for_host_memory_while_an_engine_can_spare_pages():
+    dram = {"dram_bytes": 16 * PAGE_BYTES, "dram_for_host": True}
+    rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25, **dram)
+    decode_seals(rig, MORE, 3, "d")
+    rig.give_back(PREFILL, rig.take(PREFILL, 1))
+    rig.copied()
+    assert rig.core.pools[0].num_at_hand == 1
+    decode_seals(rig, MORE, 4, "e")
+    assert not rig.copies
+    rig.give_back(PREFILL, rig.take(PREFILL, 1))
+    assert [copy.space for copy in rig.copies.values()] == [0]
+
+
+def test_what_an_engine_that_stands_still_was_to_spare_is_evicted_for_a_reader_in_its_stead():
+    rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25)
+    pool = rig.core.pools[0]
+    decode_seals(rig, MORE, 3, "d")
+    rig.give_back(PREFILL, rig.take(PREFILL, 1))
+    rig.copied()
+    assert pool.index.get(MORE[3]) is not None
+    fill_decode(rig, chain("x"), "x")
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(chain("x")), wait_ms=1_000))
+    assert not rig.copies
+    rig.advance(PULL_ASKS_AGAIN_MS)
+    rig.copied()
+    assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 1
+    assert pool.index.get(MORE[3]) is None
+    rig.counts()
+
+
+def test_what_goes_back_makes_way_to_a_reader_of_other_blocks():
     rig = handed_over("3", quota=8)
-    assert rig.core.pools[0].memory.table.num_free == 0
+    fill_decode(rig, chain("x", "y"), "xy")
+    decode_seals(rig, MORE, 3, "d")
+    assert len(rig.core.pulls.pulls) == 1
+    rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(chain("x", "y"))))
+    assert [pull.is_push for pull in rig.core.pulls.pulls.values()] == [False]
+    rig.give_back(PREFILL, rig.take(PREFILL, 2))
+    rig.copied()
+    assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 2
+    rig.counts()
+
+
+def fill_decode(rig: Spaces, hashes: list, names: str) -> None:
+    for at, name in enumerate(names):
+        decode_seals(rig, hashes, at, name)
+
+
+def test_of_an_engine_that_gives_no_page_it_stays_and_is_read_when_it_is_wanted():
+    rig = handed_over("3", quota=8)
     decode_seals(rig, MORE, 3, "d")
     assert not rig.copies
-    assert not answers(rig, PREFILL, wire.Shrink)
-    rig.advance(200)
+    rig.advance(SPARE_WITHIN_MS)
     assert not rig.core.pulls.pulls
     rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(MORE)))
     rig.give_back(PREFILL, rig.take(PREFILL, 1))

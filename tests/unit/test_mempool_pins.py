@@ -3,11 +3,21 @@
 import msgspec
 import pytest
 
+from services.mempool.core.entry import Entry
 from services.mempool.core.page_table import PageTable
 from shared.kv.page import STOCK_PART, PageState
 from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import DESCRIPTION, Harness, InstanceId, Owned, chain, page_lists
+from tests.unit.mempool_harness import (
+    BLOCK_TOKENS,
+    DESCRIPTION,
+    SEED,
+    Harness,
+    InstanceId,
+    Owned,
+    chain,
+    page_lists,
+)
 
 
 def worker(pool: Harness, connection: int, **fields: object) -> None:
@@ -220,13 +230,50 @@ def test_what_an_engine_uses_of_its_stock_is_replaced_by_the_coldest_blocks_unti
     assert pool.counts()["granted"] + pool.counts()["sealed"] == 100
 
 
-def test_pages_that_an_engine_lets_go_of_are_replaced_whatever_its_stock():
+def test_pages_that_an_engine_lets_go_of_stay_cached_while_its_stock_is_large_and_are_replaced_when_it_is_not():
     pool = Harness(num_pages=100)
     worker(pool, 1, quota=100)
     pages = pool.save(1, chain(*range(30)))
     assert len(pool.granted[1]) == 69
     unpin(pool, 1, pages[20:])
-    assert len(pool.granted[1]) == 79, "nine by the coldest blocks, one that was free"
+    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (70, 30), "one page was free"
+    pages = pool.save(1, chain(*(f"b{i}" for i in range(50))))
+    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (100 // STOCK_PART + 1, 74)
+    unpin(pool, 1, pages[40:])
+    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (100 // STOCK_PART + 1, 74), (
+        "it has what it needs"
+    )
+    pool.save(1, chain(*(f"c{i}" for i in range(20))))
+    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (19, 81)
+
+
+def test_what_an_engine_gave_of_a_large_stock_is_not_taken_back_from_the_blocks_there():
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=99)
+    claim = pool.pool.claim(20)
+    given, pool.granted[1] = pool.granted[1][:19], pool.granted[1][19:]
+    pool.say(1, wire.GiveBack(**page_lists(given)))
+    pool.pool.begin_writing(claim)
+    names = chain(*(f"c{i}" for i in range(20)))
+    pool.pool.take_in(
+        [
+            Entry(h, p, page, BLOCK_TOKENS)
+            for h, p, page in zip(names, [SEED, *names], claim.pages, strict=False)
+        ]
+    )
+    pool.run(pool.pool.flush())
+    assert pool.counts() == {"granted": 80, "sealed": 20}
+    pool.save(1, chain(*range(60)))
+    assert pool.counts() == {"granted": 100 // STOCK_PART + 1, "sealed": 74}, (
+        "as much as any engine has to begin with"
+    )
+
+
+def test_pages_that_an_engine_can_spare_are_counted_on_once():
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=99)
+    claims = [pool.pool.claim(count, keeps=True) for count in (60, 14, 1)]
+    assert [claim.evicts for claim in claims] == [False, False, True], "73 of 99 and a free one"
 
 
 def test_ranks_get_room_for_every_page():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from services.mempool.core import returns
+from services.mempool.core.pull import SPARE_WITHIN_MS
 from services.mempool.core.remote_pull import entries_of
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId
@@ -56,7 +57,7 @@ def test_blocks_whose_beginning_is_gone_do_not_come_for_nobody_could_use_them():
     assert two.a.core.counters["push_backs_dropped"] == 1
 
 
-def test_a_quarter_of_the_spare_pages_is_taken_at_most_and_none_of_an_engines():
+def test_a_quarter_of_the_spare_pages_is_taken_at_most_and_no_engines_while_there_are_others():
     two = handed_over(pages_there=9, decode_quota=8)
     pool = two.a.core.pools[0]
     assert pool.num_spare == 6
@@ -124,18 +125,18 @@ def test_a_source_that_says_another_parent_than_before_is_malformed():
         entries_of(pull, lease, BLOCK_TOKENS)
 
 
-def test_pages_that_engines_have_in_stock_are_not_asked_for_and_it_gives_up_soon():
+def test_pages_that_engines_have_in_stock_are_asked_for_and_without_them_it_gives_up_soon():
     two = handed_over(pages_there=8, prefill_quota=8)
     two.a.run(two.a.core.on_peer_call(LINK, told(two), 0))
     assert two.a.asked
     two.deliver()
-    two.a.advance(two.a.core.limits.pull_patience_ms - 1)
+    assert answers(two.a, PREFILL, wire.Shrink) == [wire.Shrink(count=1)]
+    two.a.advance(SPARE_WITHIN_MS - 1)
     assert two.a.core.remote.pulls
     two.a.advance(1)
     two.deliver()
     assert two.bytes_there() == "abc"
     assert not two.a.core.remote.pulls
-    assert not answers(two.a, PREFILL, wire.Shrink)
     assert not [lease for lease in two.b.core.pools[0].leases.leases.values() if lease.connection < 0]
     two.a.counts()
 

@@ -28,6 +28,7 @@ from tests.unit.mempool_harness import (
     Harness,
     Owned,
     chain,
+    check_stock,
     page_lists,
 )
 
@@ -41,8 +42,8 @@ class Spaces(Harness):
     readable = (PageState.SEALED, PageState.LEASED)  # what copies may read
 
     def __init__(self, num_pages: int = 8, **limits: object) -> None:
-        super().__init__(num_pages, **limits)
-        options = {"granted_share": 1.0, "kept_share": 1.0, "idle_punch_ms": 0} | limits
+        super().__init__(num_pages)
+        options = {"granted_share": 1.0, "kept_share": 1.0, "stock_share": 1.0, "idle_punch_ms": 0} | limits
         self.pool = self.core = Mempool(PoolLimits(capacity_bytes=num_pages * PAGE_BYTES, **options), BOOT)
         self.spaces: dict[int, CreateMemory] = {}
         self.words_of: dict[tuple[int, int], int] = {}
@@ -104,6 +105,7 @@ class Spaces(Harness):
 
     def counts(self) -> None:
         for pool in self.core.pools.values():
+            check_stock(pool)
             if pool.memory is not None:
                 assert sum(pool.memory.table.counts) == pool.memory.table.num_pages
 

@@ -3,6 +3,7 @@
 import pytest
 
 from services.mempool.core.supply import ASK_AGAIN_MS
+from shared.kv.page import STOCK_PART
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import Harness, chain, page_lists
 
@@ -34,11 +35,10 @@ def test_who_lacks_pages_that_cached_ends_of_prompts_hold_up_has_them_let_go():
     rig, ends = full()
     assert asked(rig) == []
     rig.engine(PREFILL, quota=7, works_in_pages=True)
-    rig.say(PREFILL, wire.NeedPages(count=7))
     assert rig.granted[PREFILL] == []
     assert len(asked(rig)) == 1
     rig.say(DECODE, wire.Unpin(**page_lists(ends)))
-    assert len(rig.granted[PREFILL]) == 7
+    assert len(rig.granted[PREFILL]) == 16 // STOCK_PART + 1, "a stock to begin with"
     assert rig.pool.ask_again_at_ms() is None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.ids import Epoch, InstanceId, PageId
 from shared.kv.layout import EngineDescription
+from shared.kv.page import STOCK_PART
 from shared.wire.mempool import FromMempool
 from shared.wire.mempool_api import FromMempoolApi
 from shared.wire.mempool_peer import ToReader, ToSource
@@ -20,6 +21,8 @@ class PoolLimits:
     granted_share: float = 0.5  # of all pages: how many may be granted to engines and not yet sealed
     # of the pages: at most so many for engines that work in the pages, cached ones too
     kept_share: float = 0.99
+    # of the pages: such a stock is enough for an engine, with its longest request; no block is evicted for a larger one
+    stock_share: float = 1 / STOCK_PART
     max_leases: int = 65_536
     max_handoffs: int = 65_536
     max_waiting: int = 4_096  # Acquire calls that wait for a handoff

@@ -21,6 +21,7 @@ class Claim:
     pages: list[PageId] = field(default_factory=list)
     asked: int = 0  # of engines, to give back
     lends: bool = False  # they become leased, not granted
+    evicts: bool = True  # False: engines can spare as many, and blocks stay where they are
 
     @property
     def lacking(self) -> int:

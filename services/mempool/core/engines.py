@@ -33,11 +33,11 @@ class Engine:
     quota: int
     demand: int  # pages asked for and not granted yet
     held: set[PageId] = field(default_factory=set)
+    stock: set[PageId] = field(
+        default_factory=set
+    )  # of these what it writes nothing to yet, as far as is known
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
-    owed: int = (
-        0  # of its demand what replaces pages that it had, or that it asked for: blocks are evicted for these
-    )
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -75,10 +75,17 @@ class Engines:
     Args: index: of the pool's sealed pages.
     """
 
-    def __init__(self, table: PageTable, granted_share: float, kept_share: float, index: Index) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        granted_share: float,
+        kept_share: float,
+        index: Index,
+        stock_share: float = 1 / STOCK_PART,
+    ) -> None:
         self._table = table
         self._index = index
-        self._granted_share, self._kept_share = granted_share, kept_share
+        self._granted_share, self._kept_share, self._stock_share = granted_share, kept_share, stock_share
         self.attached: dict[int, Engine] = {}
         self.lost: list[LostEngine] = []
         self.ranks: dict[int, Rank] = {}  # by connection
@@ -142,7 +149,6 @@ class Engines:
     def ask(self, engine: Engine, count: int) -> None:
         """NeedPages: more demand, never beyond the quota."""
         engine.demand = min(engine.demand + count, engine.quota)
-        engine.owed = min(engine.owed + count, engine.demand)
 
     def holds(self, engine: Engine, page: int, epoch: int) -> bool:
         """Whether the engine speaks of a page that is its own, under the page's present epoch."""
@@ -167,7 +173,8 @@ class Engines:
             for engine, count in self._shares(takers, most):
                 pages, epochs = self._table.grant_many(count)
                 engine.held.update(pages)
-                self._granted(engine, count)
+                engine.stock.update(pages)
+                engine.demand -= count
                 granted.setdefault(engine.connection, []).extend(zip(pages, epochs, strict=True))
         return granted
 
@@ -181,23 +188,28 @@ class Engines:
         count = min(most // len(poorest), *map(self._wanted, poorest), *steps)
         return [(engine, count) for engine in poorest]
 
-    def _granted(self, engine: Engine, count: int) -> None:
-        engine.demand -= count
-        engine.owed = max(0, engine.owed - count)
-
     def _wanted(self, engine: Engine) -> int:
         """Pages that it gets as far as there are free ones. Never negative."""
         return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
 
     def _needed(self, engine: Engine) -> int:
-        """Pages of these for which blocks are evicted: what it had before, and a stock to begin with. Never negative.
+        """Pages of these for which blocks are evicted: those that its stock lacks. Never negative.
 
-        An engine that starts beside blocks that another one left takes no more: most of its stock would be empty.
+        Beyond that it gets what is free: else an engine that starts beside blocks that another one left would evict
+        them for a stock most of which is empty, and one that gave of its own what it was asked for.
         """
         if not engine.works_in_pages:
             return self._wanted(engine)
-        stock = self._table.num_present // STOCK_PART + engine.least
-        return min(self._wanted(engine), max(0, engine.owed, stock - len(engine.held)))
+        return min(self._wanted(engine), max(0, self._ample(engine) - len(engine.stock)))
+
+    def _ample(self, engine: Engine) -> int:
+        """A stock of so many pages is enough for it: it lets go of cached blocks for its next steps where it has less
+        than a quarter, or than a request takes (PageScheduler)."""
+        return int(self._table.num_present * self._stock_share) + engine.least
+
+    def num_surplus(self) -> int:
+        """Pages that engines have in stock beyond that."""
+        return sum(max(0, len(e.stock) - self._ample(e)) for e in self.attached.values() if e.works_in_pages)
 
     def num_lacking(self) -> int:
         """Pages that serve() would evict blocks for, and grant."""
@@ -205,13 +217,12 @@ class Engines:
 
     def beside_starving(self) -> list[Engine]:
         """Engines of a space in which another one has not the pages in stock that its longest request takes, and may
-        have more. Cost: a look at every held page of those that may.
+        have more.
         """
-        states, granted = self._table.states, int(PageState.GRANTED)
         starving = [
             engine
             for engine in self.attached.values()
-            if self._needed(engine) and sum(states[p] == granted for p in engine.held) < max(1, engine.least)
+            if self._needed(engine) and len(engine.stock) < max(1, engine.least)
         ]
         return [e for e in self.attached.values() if any(other is not e for other in starving)]
 
@@ -219,6 +230,27 @@ class Engines:
         """connection -> pages beyond its cap."""
         over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
         return {connection: count for connection, count in over.items() if count > 0}
+
+    def writes(self, engine: Engine, pages: Sequence[PageId]) -> list[PageId]:
+        """The engine begins to write these pages of its own: those of them that it did not write before."""
+        states = self._table.states
+        pages = [page for page in pages if states[page] == PageState.GRANTED]
+        engine.stock.difference_update(pages)
+        self._table.apply_all(pages, PageEvent.WRITE)
+        return pages
+
+    def completes(self, engine: Engine, page: PageId) -> None:
+        """The engine has written all of this page of its own, which is held no more."""
+        if self._table.states[page] == PageState.GRANTED:  # without a word of it: it wrote nonetheless
+            self._table.apply(page, PageEvent.WRITE)
+        engine.held.remove(page)
+        engine.stock.discard(page)
+
+    def takes_back(self, engine: Engine, page: PageId) -> None:
+        """The page is the engine's no more, and free."""
+        engine.held.remove(page)
+        engine.stock.discard(page)
+        self._table.free(page, PageEvent.GIVE_BACK)
 
     def keep(self, engine: Engine, entry: Entry) -> None:
         """The engine uses this sealed page. An entry that is not indexed is a twin: another page of its block is."""
@@ -236,17 +268,16 @@ class Engines:
                 self._end_pin(page, entry)
         self._index.unpin(entry for entry in entries if entry.branch is not None)
         engine.demand += len(pages)
-        engine.owed += len(pages)
 
     def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
         """The engine has not written these pages of its own, or writes them no more."""
         engine.held.difference_update(pages)
+        engine.stock.difference_update(pages)
         states = self._table.states
         for state in set(map(states.__getitem__, pages)):
             self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
         if engine.works_in_pages:  # its share is filled up without asking
             engine.demand += len(pages)
-            engine.owed += len(pages)
 
     def lose(self, connection: int) -> Engine | None:
         """The connection ended, the processes perhaps not: its pages wait for proof of their death."""

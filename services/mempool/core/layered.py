@@ -20,7 +20,7 @@ from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut, StepOver
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import Pull, Reader, cut_of
+from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS, Pull, Reader, cut_of
 from services.mempool.core.pulls import Pulls
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
@@ -30,8 +30,6 @@ from shared.wire import mempool as wire
 MAX_OPEN = 64  # copies by layer, waiting or running; beyond them a prompt goes when it is computed
 PATIENCE_MS = 30_000  # of a copy: the longest step that it waits for
 HOLD_MS = 30_000  # after the last of a prompt's copies: so long its blocks wait for the reader
-SPARE_PART = 4  # such a part of a space's spare pages may go to blocks whose reader has not come
-AHEAD_WITHIN_MS = 100  # for an engine to give pages back for such blocks: several of its steps
 MAX_HELD = 1024  # prompts whose blocks do; the oldest are let go
 
 Announced = tuple[PageId, Epoch, BlockHash]
@@ -136,7 +134,7 @@ class LayerPulls:
         room = max(0, (target.num_spare + ahead) // SPARE_PART - ahead)
         self._pulls.counters["blocks_ahead_refused"] += max(0, len(new) - room)
         sent = self._pulls.push(
-            pool, target, new[:room], now_ms, handoff_id=handoff_id, within_ms=AHEAD_WITHIN_MS
+            pool, target, new[:room], now_ms, handoff_id=handoff_id, within_ms=SPARE_WITHIN_MS
         )
         self._pulls.counters["blocks_ahead"] += sent
 
@@ -156,10 +154,12 @@ class LayerPulls:
         self._send_ahead(pool, held.pool, missing, message.handoff_id, now_ms)
 
     def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None:
-        """The reader needs so many pages there. Blocks that wait for pages, and whose own reader has not come, do
-        without; of those that are there already the last come are let go, as far as it takes."""
+        """The reader needs so many pages there. Blocks that wait for pages and that nobody waits for do without: those
+        whose own reader has not come, and what goes back (pd_caching.py). Of the former, where they are there already,
+        the last come are let go, as far as it takes."""
         for pull in list(self._pulls.pulls.values()):
-            if pull.is_ahead and pull.pool is pool and not (pull.copying or pull.readers):
+            waits = pull.is_ahead or (pull.is_push and pull.is_counted)
+            if waits and pull.pool is pool and not (pull.copying or pull.readers):
                 pool.cancel(pull.claim)
                 self._pulls.end(pull, now_ms)
         for handoff_id, held in reversed(list(self._held.items())):

@@ -10,8 +10,9 @@ MemServe 5.1, Table 4. "P" is the prefill end, "D" the decode end.
 | 3     | as 1, and has what D completes | as 2; what it completes goes back to P                 | the mempool, below |
 
 The block in which the prompt ends is completed by D, so it goes back too. Going back needs no step of P's engine: its
-mempool copies, into pages that are free or that nobody pins, and gives up where there are none: P computes that then.
-What goes back to another host's P does so by returns.py, in runs of blocks and not at once.
+mempool copies, into pages that are free, that nobody pins or that the engine has in stock, at most a part of these
+(decision 0054), and gives up where there are none: P reads it from D when it wants it, or computes it. What goes back
+to another host's P does so by returns.py, in runs of blocks and not at once.
 In modes 1 and 2 P does not read from D's space either; in mode 3 it does, for what has not come back. Where both ends
 are one space, what D names is P's at once, in every mode but basic.
 """
@@ -19,9 +20,10 @@ are one space, what D names is P's at once, in every mode but basic.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from services.mempool.core.pool import Pool
+from services.mempool.core.pull import SPARE_WITHIN_MS
 from shared.ids import BlockHash, HandoffId
 from shared.kv.block_hash import split_hashes
 from shared.wire.mempool import Sealed
@@ -51,23 +53,38 @@ class Chain(NamedTuple):
     traceparent: str
 
 
+class Push(Protocol):
+    """See Pulls.push()."""
+
+    def __call__(
+        self,
+        source: Pool,
+        target: Pool,
+        hashes: Sequence[BlockHash],
+        now_ms: int,
+        *,
+        traces: Mapping[BlockHash, str],
+        within_ms: int,
+    ) -> int: ...
+
+
 class PushBack:
     """What D completes behind a chain that P handed over is copied into P's space as it is sealed.
 
-    Args: push: begins a copy into the second pool of these blocks of the first, each with the trace that it is of
-        ("": none); the number of its blocks, or 0.
+    Args: room: how many blocks may go there now.
     """
 
     def __init__(
         self,
         mode: PdCaching,
         pools: Mapping[int, Pool],
-        push: Callable[[Pool, Pool, Mapping[BlockHash, str], int], int],
+        push: Push,
+        room: Callable[[Pool], int],
         counters: Counter[str],
     ) -> None:
         self.mode = mode
         self._pools = pools
-        self._push = push
+        self._push, self._room = push, room
         self._counters = counters
         self._sources: OrderedDict[HandoffId, int] = OrderedDict()
         self._chains: OrderedDict[tuple[int, BlockHash], Chain] = OrderedDict()  # by D's space and block
@@ -115,11 +132,14 @@ class PushBack:
                 self._counters["push_backs_dropped"] += 1
 
     def advance(self, now_ms: int) -> None:
-        """After every event: begin copies."""
+        """After every event: begin copies. What there is no room for is dropped."""
         for pair, waiting in list(self._waiting.items()):
+            source, target = self._pools[pair[0]], self._pools[pair[1]]
             while waiting and self._open[pair] < MAX_COPIES:
                 blocks = dict(waiting.popitem(last=False) for _ in range(min(MAX_BLOCKS, len(waiting))))
-                if self._push(self._pools[pair[0]], self._pools[pair[1]], blocks, now_ms):
+                going = list(blocks)[: self._room(target)]
+                self._counters["push_backs_dropped"] += len(blocks) - len(going)
+                if self._push(source, target, going, now_ms, traces=blocks, within_ms=SPARE_WITHIN_MS):
                     self._open[pair] += 1
             if not waiting:
                 del self._waiting[pair]

@@ -140,7 +140,7 @@ class Pool(Lifetimes):
     ) -> None:
         """Of a page that is named twice the second word is stale, as of one that is not the engine's."""
         named = self._pages(message)
-        epochs, states = memory.table.epochs, memory.table.states
+        epochs = memory.table.epochs
         mine = engine.pinned if isinstance(message, wire.Unpin) else engine.held
         pages = list(dict.fromkeys(page for page, epoch in named if page in mine and epochs[page] == epoch))
         if isinstance(message, wire.Unpin):
@@ -148,8 +148,7 @@ class Pool(Lifetimes):
         elif isinstance(message, wire.GiveBack):
             memory.engines.give_back_all(engine, pages)
         else:
-            pages = [page for page in pages if states[page] == PageState.GRANTED]
-            memory.table.apply_all(pages, PageEvent.WRITE)
+            pages = memory.engines.writes(engine, pages)
         self.counters["messages_stale"] += len(named) - len(pages)
 
     def _on_sealed(self, memory: Memory, engine: Engine, message: wire.Sealed) -> None:
@@ -158,15 +157,13 @@ class Pool(Lifetimes):
             if not memory.engines.holds(engine, page, block.epoch):
                 self.counters["messages_stale"] += 1
                 continue
-            if memory.table.states[page] == PageState.GRANTED:  # sealed without Writing: it wrote nonetheless
-                memory.table.apply(page, PageEvent.WRITE)
+            memory.engines.completes(engine, page)
             entry = Entry(block.block_hash, block.parent, page, block.valid_tokens)
             self.condemn_late(engine, entry)
             is_new = self.index.insert(entry)
             self.counters["pages_sealed" if is_new else "seals_duplicate"] += 1
             if is_new:
                 self.note(entry)
-            engine.held.remove(page)
             if engine.works_in_pages:
                 memory.table.apply(page, PageEvent.SEAL)
                 memory.engines.keep(engine, entry)
@@ -234,12 +231,13 @@ class Pool(Lifetimes):
         stock = self.memory.table.counts[PageState.GRANTED] - sum(len(c.pages) for c in self.claims)
         return self.num_at_hand + max(0, stock)
 
-    def claim(self, count: int, *, ask: bool = True, lends: bool = False) -> Claim:
+    def claim(self, count: int, *, ask: bool = True, lends: bool = False, keeps: bool = False) -> Claim:
         """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
 
-        Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py).
+        Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py). keeps: blocks
+            that nobody pins, too, until ask_again(), where engines have more in stock than they need (decision 0054).
         """
-        claim = Claim(count, lends=lends)
+        claim = Claim(count, lends=lends, evicts=not keeps or self._num_to_spare() < count)
         self.claims.append(claim)
         self._serve()
         if ask:
@@ -248,7 +246,8 @@ class Pool(Lifetimes):
 
     def ask_again(self, claim: Claim) -> None:
         """Engines gave what they could then; by now they may have more."""
-        claim.asked = 0
+        claim.asked, claim.evicts = 0, True
+        self._serve()
         self._ask_engines(claim)
 
     def _ask_engines(self, claim: Claim) -> None:

@@ -1,7 +1,7 @@
 """One copy of blocks into a reader's space, and who waits for it. No I/O. Decided in pulls.py."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -13,6 +13,11 @@ from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.wire.mempool import Acquire
+
+SPARE_PART = (
+    4  # such a part of a space's spare pages may go to blocks that nobody waits for (decisions 0029, 0054)
+)
+SPARE_WITHIN_MS = 100  # for an engine to give pages back for such blocks: several of its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,13 @@ class Layered(Protocol):
     def let_go(self, handoff_id: HandoffId) -> None: ...
 
     def make_way(self, pool: Pool, reader: Reader, wanted: int, now_ms: int) -> None: ...
+
+
+def room_for_returns(target: Pool, pulls: Iterable[Pull]) -> int:
+    """How many blocks may go back to the prefill end's space now: into pages that are free or that nobody pins, or into
+    a part of the spare ones, which engines have in stock (decision 0054). Args: pulls: all that are under way."""
+    on_way = sum(pull.claim.lacking for pull in pulls if pull.is_push and pull.pool is target)
+    return max(0, max(target.num_at_hand, target.num_spare // SPARE_PART) - on_way)
 
 
 def by_pool(sources: Sequence[tuple[Pool, Entry]]) -> list[tuple[Pool, list[Entry]]]:

@@ -16,6 +16,7 @@ So copy engines do not wait for words about a thousand pages, nor readers for th
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
@@ -23,7 +24,7 @@ from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import Layered, Pull, Reader, by_pool, cut_of
+from services.mempool.core.pull import Layered, Pull, Reader, by_pool, cut_of, room_for_returns
 from services.mempool.core.readers import TIMED, TIMED_US
 from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
@@ -58,7 +59,8 @@ class Pulls:
         self.numbers = numbers
         self.pulls: dict[int, Pull] = {}
         self._arriving: dict[tuple[int, BlockHash], Pull] = {}
-        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self._push_back, counters)
+        room = partial(room_for_returns, pulls=self.pulls.values())
+        self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self.push, room, counters)
         self.layers: Layered | None = None  # they set it
         self.distance: Callable[[Pool], int] = lambda _: 0  # of equals the nearest is read
 
@@ -127,7 +129,7 @@ class Pulls:
         for source, entries in by_pool(sources):
             source.index.pin(entries)
         # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
-        claim = pool.claim(len(sources), ask=ask)
+        claim = pool.claim(len(sources), ask=ask, keeps=ask)
         number = next(self.numbers)
         pull = self.pulls[number] = Pull(number, pool, own, sources, claim, until_ms)
         self._expect(pull, [entry.block_hash for _, entry in sources])
@@ -172,10 +174,6 @@ class Pulls:
         pull.traces = traces or {}
         self.counters["push_backs"] += pull.is_counted
         return len(pull.sources)
-
-    def _push_back(self, source: Pool, target: Pool, blocks: Mapping[BlockHash, str], now_ms: int) -> int:
-        """See PushBack: push() of blocks with their traces."""
-        return self.push(source, target, list(blocks), now_ms, traces=blocks)
 
     def is_new(self, target: Pool, block_hash: BlockHash) -> bool:
         """Whether the block is neither there nor on its way there."""

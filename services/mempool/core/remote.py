@@ -11,7 +11,8 @@ first reader waits. Targets that a failed pull may still write are quarantined.
 
 Blocks land in host memory: of a space on GPUs, in the DRAM behind it (dram.py), from where pulls.py brings them.
 
-What returns.py has brought back nobody waits for: no engine is asked for pages, and those that come in a while will do.
+What returns.py has brought back nobody waits for: it takes a part of the spare pages (decision 0054), and those that
+come in a while will do.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from services.mempool.core.actions import NOBODY, Action, AskPeer, PoolLimits, PullRemote
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import Reader
+from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS, Reader
 from services.mempool.core.remote_pull import Back, RemotePull, Step, entries_of, say_late, shorten
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, HandoffId, PageId
@@ -30,7 +31,6 @@ from shared.wire.mempool import Acquire
 
 CHECK_TIMEOUT_MS = 2_000  # for the source's word after the last byte
 BACK_TIMEOUT_MS = 2_000  # for its first answer, of blocks that nobody waits for
-SPARE_PART = 4  # of the spare pages (decision 0029), what such blocks on their way take at most
 
 
 class Remote:
@@ -209,10 +209,10 @@ class Remote:
             raise PeerProtocolError("RemoteAcquired: blocks without a lease")
         assert pull.pool.memory is not None
         pull.pages, pull.entries = entries_of(pull, lease, pull.pool.memory.block_tokens)
-        pull.claim = pull.pool.claim(len(pull.entries), ask=pull.back is None)
+        pull.claim = pull.pool.claim(len(pull.entries), keeps=pull.back is not None)
         pull.step = Step.CLAIMING
         if pull.back is not None:
-            pull.due_ms = now_ms + self._limits.pull_patience_ms
+            pull.due_ms = now_ms + SPARE_WITHIN_MS
 
     def _on_checked(self, pull: RemotePull, message: wire.EpochsChecked, now_ms: int) -> None:
         try:

@@ -151,7 +151,7 @@ def _memory(
     table: PageTable,
     index: Index,
 ) -> Memory:
-    engines = Engines(table, limits.granted_share, limits.kept_share, index)
+    engines = Engines(table, limits.granted_share, limits.kept_share, index, limits.stock_share)
     return Memory(
         description.content_key,
         description.family_key,

@@ -80,11 +80,16 @@ class Supply(ABC):
         """When engines are asked for cached blocks again; None: not before the next event."""
         return self._asked_at_ms + ASK_AGAIN_MS if self._asked_at_ms is not None else None
 
+    def _num_to_spare(self) -> int:
+        """Pages that are free or that engines need not have, and that no claim counts on."""
+        assert self.memory is not None
+        claimed = sum(claim.lacking for claim in self.claims if not claim.evicts)
+        return self.memory.table.num_free + self.memory.engines.num_surplus() - claimed
+
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:
-            return self.outlet(
-                sum(claim.lacking for claim in self.claims) + self.memory.engines.num_lacking()
-            )
+            claimed = sum(claim.lacking for claim in self.claims if claim.evicts)
+            return self.outlet(claimed + self.memory.engines.num_lacking())
         entry = self.index.evict()
         if entry is not None:
             self.counters["pages_evicted"] += 1
@@ -95,7 +100,7 @@ class Supply(ABC):
         event = PageEvent.LEND if claim.lends else PageEvent.GRANT
         while claim.lacking:
             claim.pages += memory.table.take_many(claim.lacking, event)
-            if claim.lacking and not self._make_room():
+            if claim.lacking and not (claim.evicts and self._make_room()):
                 break
 
     def _free_entries(self, entries: list[Entry]) -> None:

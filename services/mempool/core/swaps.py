@@ -113,8 +113,7 @@ class Swaps:
         job = Job(swap, engine, hashes, is_in=True, num_given=len(given))
         self._jobs.append(job)
         for page in given:  # they are its no more: whoever speaks of them under the old epoch is late
-            engine.held.remove(page)
-            memory.table.free(page, PageEvent.GIVE_BACK)
+            memory.engines.takes_back(engine, page)
         for position, block_hash in enumerate(hashes):
             place = self._found(swap, block_hash)
             if place is None or len(job.waiting) + len(job.arrived) == len(given):
