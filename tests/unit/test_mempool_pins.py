@@ -276,6 +276,17 @@ def test_pages_that_an_engine_can_spare_are_counted_on_once():
     assert [claim.evicts for claim in claims] == [False, False, True], "73 of 99 and a free one"
 
 
+@pytest.mark.parametrize(("keeps", "asked"), [(True, [2]), (False, [1])])
+def test_who_has_most_to_spare_gives_first_and_who_has_most_where_blocks_may_go(keeps, asked):
+    pool = Harness(num_pages=100)
+    worker(pool, 1, quota=49)
+    pool.save(1, chain(*range(40)))
+    worker(pool, 2, quota=44)
+    pool.pool.claim(20, keeps=keeps)
+    pool.run(pool.pool.flush())
+    assert [c for c in (1, 2) if any(isinstance(message, wire.Shrink) for message in pool.sent[c])] == asked
+
+
 def test_ranks_get_room_for_every_page():
     pool = Harness(num_pages=8)
     two = wire.Attach(

@@ -22,7 +22,7 @@ from shared.kv.page import STOCK_PART, PageState
 CALLER = InstanceId("")  # instance of attachments that are no rank of an engine (callers.py)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Engine:
     """One attached engine process. `process` names the living process, over all its connections."""
 
@@ -33,9 +33,7 @@ class Engine:
     quota: int
     demand: int  # pages asked for and not granted yet
     held: set[PageId] = field(default_factory=set)
-    stock: set[PageId] = field(
-        default_factory=set
-    )  # of these what it writes nothing to yet, as far as is known
+    stock: set[PageId] = field(default_factory=set)  # of these those that it has not begun to write
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
@@ -207,9 +205,9 @@ class Engines:
         than a quarter, or than a request takes (PageScheduler)."""
         return int(self._table.num_present * self._stock_share) + engine.least
 
-    def num_surplus(self) -> int:
-        """Pages that engines have in stock beyond that."""
-        return sum(max(0, len(e.stock) - self._ample(e)) for e in self.attached.values() if e.works_in_pages)
+    def surplus(self, engine: Engine) -> int:
+        """Pages that it has in stock beyond that."""
+        return max(0, len(engine.stock) - self._ample(engine)) if engine.works_in_pages else 0
 
     def num_lacking(self) -> int:
         """Pages that serve() would evict blocks for, and grant."""

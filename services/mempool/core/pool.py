@@ -251,11 +251,12 @@ class Pool(Lifetimes):
         self._ask_engines(claim)
 
     def _ask_engines(self, claim: Claim) -> None:
-        """What is free or unused is the claim's already: the rest is with engines, the largest gives first."""
-        memory = self.memory
-        assert memory is not None
-        for engine in sorted(memory.engines.attached.values(), key=lambda e: -e.num_pages):
-            count = min(claim.lacking - claim.asked, engine.num_pages)
+        """What is free or unused is the claim's already: the rest is with engines, who can give most gives first."""
+        assert self.memory is not None
+        engines = self.memory.engines
+        most = {e: e.num_pages if claim.evicts else engines.surplus(e) for e in engines.attached.values()}
+        for engine in sorted(most, key=lambda e: -most[e]):
+            count = min(claim.lacking - claim.asked, most[engine])
             if count > 0:
                 claim.asked += count
                 self.counters["pages_asked_back"] += count

@@ -14,9 +14,7 @@ from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.wire.mempool import Acquire
 
-SPARE_PART = (
-    4  # such a part of a space's spare pages may go to blocks that nobody waits for (decisions 0029, 0054)
-)
+SPARE_PART = 4  # such a part of the spare pages may go to blocks that nobody waits for (decisions 0029, 0054)
 SPARE_WITHIN_MS = 100  # for an engine to give pages back for such blocks: several of its steps
 
 

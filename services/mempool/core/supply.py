@@ -1,8 +1,8 @@
 """Free pages of a space for whoever wants some: the mempool's own claims, then engines. No I/O.
 
-Blocks that nobody pins leave for them, the coldest first, from the end of their prompts. Where every prompt ends in
-blocks that an engine only caches, engines are asked to let go of some: else those of another would wait for ever beside
-pages that nobody uses.
+Blocks that nobody pins leave for them, the coldest first, from the end of their prompts; before that engines give some
+claims what they have and do not need. Where every prompt ends in blocks that an engine only caches, engines are asked
+to let go of some: else those of another would wait for ever beside pages that nobody uses.
 """
 
 from abc import ABC, abstractmethod
@@ -83,8 +83,8 @@ class Supply(ABC):
     def _num_to_spare(self) -> int:
         """Pages that are free or that engines need not have, and that no claim counts on."""
         assert self.memory is not None
-        claimed = sum(claim.lacking for claim in self.claims if not claim.evicts)
-        return self.memory.table.num_free + self.memory.engines.num_surplus() - claimed
+        engines, claimed = self.memory.engines, sum(c.lacking for c in self.claims if not c.evicts)
+        return self.memory.table.num_free + sum(map(engines.surplus, engines.attached.values())) - claimed
 
     def _make_room(self) -> bool:
         if self.outlet is not None and self.memory is not None:
