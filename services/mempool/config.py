@@ -13,6 +13,7 @@ from services.mempool.lending_keys import LendingKeys, lending_rules
 from services.mempool.system_memory import CopyOptions
 from shared import settings
 from shared.errors import SettingsError
+from shared.kv.page import STOCK_PART
 
 ABOUT = "Owns every KV page of this host (python -m services.mempool --socket PATH)."  # for --help
 
@@ -41,6 +42,8 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     granted_share: float = 0.5  # of the pages: at most so many granted to copying engines and not yet sealed
     # of the pages: at most so many for engines that work in the pages, cached ones too
     kept_share: float = 0.99
+    # of the pages: in stock, with its longest request, enough for such an engine: no block is evicted for more
+    stock_share: float = 1 / STOCK_PART
     # tcp://HOST:PORT for mempools of other hosts, one address, never all; "": this host is alone
     peer_listen: str = ""
     max_peers: int = 64  # that read here, and that are read from
@@ -113,6 +116,11 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         raise SettingsError(f"setting mempool.granted_share: {found.granted_share} is not in (0, 1]; try 0.5")
     if not 0.0 < found.kept_share <= 1.0:
         raise SettingsError(f"setting mempool.kept_share: {found.kept_share} is not in (0, 1]; try 0.99")
+    if not 1 / STOCK_PART <= found.stock_share <= 1.0:
+        least = 1 / STOCK_PART  # what an engine itself lets go of cached blocks for
+        raise SettingsError(
+            f"setting mempool.stock_share: {found.stock_share} is not in [{least}, 1]; try {least}"
+        )
     if not 0.0 <= found.checksum_rate <= 1.0:
         raise SettingsError(
             f"setting mempool.checksum_rate: {found.checksum_rate} is not in [0, 1]; try 0.001"

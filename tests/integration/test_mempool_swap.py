@@ -166,7 +166,8 @@ def test_reclaims_at_any_moment_change_no_byte_of_what_is_away(pool, seed):
     asyncio.run(whole())
 
 
-@pytest.mark.parametrize("pool", [{"checksum-rate": 1}], indirect=True)
+# what is away is not here, too: blocks are evicted for all that an engine may have
+@pytest.mark.parametrize("pool", [{"checksum-rate": 1, "stock-share": 1.0}], indirect=True)
 @pytest.mark.parametrize("where", ["peer", "dram"])
 def test_what_somebody_wrote_over_while_it_was_away_is_lost_and_not_wrong(pool, where):
     async def run() -> None:

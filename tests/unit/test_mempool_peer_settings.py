@@ -1,4 +1,4 @@
-"""Settings of a mempool with peers that cannot be: refused at the start, by name."""
+"""Settings of a mempool that cannot be, for most part of one with peers: refused at the start, by name."""
 
 import pytest
 
@@ -23,3 +23,9 @@ def test_more_hosts_for_the_nine_calls_than_links_are_refused():
 def test_hosts_that_could_not_reach_this_one_are_refused():
     with pytest.raises(SettingsError, match=r"mempool\.api_peers"):
         started(api_peers=PEERS[0])
+
+
+def test_a_stock_smaller_than_engines_keep_for_their_next_steps_is_refused():
+    assert started(stock_share=0.5).stock_share == 0.5
+    with pytest.raises(SettingsError, match=r"mempool\.stock_share: 0\.2 is not in \[0\.25, 1\]"):
+        started(stock_share=0.2)
