@@ -22,8 +22,12 @@ def coordinator(tmp_path):
 
 
 def pool_flags(coordinator: Coordinator) -> dict[str, Any]:
-    """Of a mempool that this coordinator knows, with host memory behind its pages and patience with this machine."""
+    """Of a mempool that this coordinator knows, with host memory behind its pages and patience with this machine.
+
+    Blocks leave for an engine's stock whatever that has, so that a few prompts are more than a space holds.
+    """
     return {
+        "stock-share": 1.0,
         "capacity-bytes": NUM_PAGES * PAGE_BYTES, "dram-bytes": 64 * PAGE_BYTES, "dram-for-host": "true",
         "offer-patience-ms": 60_000, "copy-timeout-ms": COPY_TIMEOUT_MS, "out-timeout-ms": COPY_TIMEOUT_MS,
         "coordinator-url": coordinator.url, "instance": "mempool-0",

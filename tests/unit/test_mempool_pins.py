@@ -230,21 +230,13 @@ def test_what_an_engine_uses_of_its_stock_is_replaced_by_the_coldest_blocks_unti
     assert pool.counts()["granted"] + pool.counts()["sealed"] == 100
 
 
-def test_pages_that_an_engine_lets_go_of_stay_cached_while_its_stock_is_large_and_are_replaced_when_it_is_not():
+def test_pages_that_an_engine_lets_go_of_are_replaced_whatever_its_stock():
     pool = Harness(num_pages=100)
     worker(pool, 1, quota=100)
     pages = pool.save(1, chain(*range(30)))
     assert len(pool.granted[1]) == 69
     unpin(pool, 1, pages[20:])
-    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (70, 30), "one page was free"
-    pages = pool.save(1, chain(*(f"b{i}" for i in range(50))))
-    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (100 // STOCK_PART + 1, 74)
-    unpin(pool, 1, pages[40:])
-    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (100 // STOCK_PART + 1, 74), (
-        "it has what it needs"
-    )
-    pool.save(1, chain(*(f"c{i}" for i in range(20))))
-    assert (len(pool.granted[1]), pool.counts()["sealed"]) == (19, 81)
+    assert len(pool.granted[1]) == 79, "nine by the coldest blocks, one that was free"
 
 
 def test_what_an_engine_gave_of_a_large_stock_is_not_taken_back_from_the_blocks_there():

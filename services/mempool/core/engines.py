@@ -36,6 +36,7 @@ class Engine:
     stock: set[PageId] = field(default_factory=set)  # of these those that it has not begun to write
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
+    owed: int = 0  # of its demand what it asked for, or let go of for other pages: blocks are evicted for these
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
@@ -147,6 +148,7 @@ class Engines:
     def ask(self, engine: Engine, count: int) -> None:
         """NeedPages: more demand, never beyond the quota."""
         engine.demand = min(engine.demand + count, engine.quota)
+        engine.owed = min(engine.owed + count, engine.demand)
 
     def holds(self, engine: Engine, page: int, epoch: int) -> bool:
         """Whether the engine speaks of a page that is its own, under the page's present epoch."""
@@ -173,6 +175,7 @@ class Engines:
                 engine.held.update(pages)
                 engine.stock.update(pages)
                 engine.demand -= count
+                engine.owed = max(0, engine.owed - count)
                 granted.setdefault(engine.connection, []).extend(zip(pages, epochs, strict=True))
         return granted
 
@@ -191,14 +194,15 @@ class Engines:
         return max(0, min(engine.demand, self.cap(engine) - engine.num_pages))
 
     def _needed(self, engine: Engine) -> int:
-        """Pages of these for which blocks are evicted: those that its stock lacks. Never negative.
+        """Pages of these for which blocks are evicted: those that its stock lacks, and those in place of blocks that it
+        let go of, as many as it counts with. Never negative.
 
         Beyond that it gets what is free: else an engine that starts beside blocks that another one left would evict
         them for a stock most of which is empty, and one that gave of its own what it was asked for.
         """
         if not engine.works_in_pages:
             return self._wanted(engine)
-        return min(self._wanted(engine), max(0, self._ample(engine) - len(engine.stock)))
+        return min(self._wanted(engine), max(0, engine.owed, self._ample(engine) - len(engine.stock)))
 
     def _ample(self, engine: Engine) -> int:
         """A stock of so many pages is enough for it: it lets go of cached blocks for its next steps where it has less
@@ -266,6 +270,7 @@ class Engines:
                 self._end_pin(page, entry)
         self._index.unpin(entry for entry in entries if entry.branch is not None)
         engine.demand += len(pages)
+        engine.owed += len(pages)
 
     def give_back_all(self, engine: Engine, pages: Sequence[PageId]) -> None:
         """The engine has not written these pages of its own, or writes them no more."""
@@ -274,7 +279,7 @@ class Engines:
         states = self._table.states
         for state in set(map(states.__getitem__, pages)):
             self._table.free_all([page for page in pages if states[page] == state], PageEvent.GIVE_BACK)
-        if engine.works_in_pages:  # its share is filled up without asking
+        if engine.works_in_pages:  # its share is filled up without asking, from what is free
             engine.demand += len(pages)
 
     def lose(self, connection: int) -> Engine | None:
