@@ -36,7 +36,7 @@ class Engine:
     stock: set[PageId] = field(default_factory=set)  # of these those that it has not begun to write
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
-    owed: int = 0  # of its demand what it asked for, or let go of for other pages: blocks are evicted for these
+    owed: int = 0  # of its demand what it asked for or let go of: blocks are evicted for these
     # sealed pages in use; of a twin the entry is not in the index: the hash was known, the page serves this engine only
     pinned: dict[PageId, Entry] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)  # processes that compute for it, its own among them
