@@ -24,6 +24,7 @@ from tests.support.virtual_time import VirtualLoop
 STEP_MS, TOKENS_PER_S = 5.0, 50_000.0
 VOCABULARY = 500
 PROFILES_S = 400  # all in good order, engines that start anew included
+LEAST_SAMPLES = 10
 CONFIG = {
     "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64,
     "vocab_size": VOCABULARY,
@@ -216,7 +217,7 @@ def test_real_engines_profiled_themselves_and_left_no_page_lease_or_entry(live_c
     for cost in shown.values():
         model = CostModel(msgspec.convert(cost["coefficients"], CostCoefficients))
         assert model.coefficients.device == "cpu"
-        assert model.coefficients.num_samples >= 10
+        assert model.coefficients.num_samples >= LEAST_SAMPLES
         assert tells_short_from_long(model)
 
 
@@ -227,9 +228,11 @@ def tells_short_from_long(model: CostModel) -> bool:
 
 
 def was_profiled_on_a_busy_machine(cost) -> bool:
-    """It has none, or one that its worker itself would not keep for its next start."""
+    """It has none, or a short one, or one that its worker itself would not keep for its next start."""
     if not cost.get("coefficients"):
         return True
     found = msgspec.convert(cost["coefficients"], CostCoefficients)
+    if found.num_samples < LEAST_SAMPLES:  # its time was over
+        return True
     is_poor = found.median_error_ratio > calibration.KEEP_ERROR_RATIO
     return is_poor and not tells_short_from_long(CostModel(found))

@@ -91,17 +91,12 @@ async def test_rates_of_what_came_by_one_path_are_measured_and_told(model_dir):
         await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
     assert prompt_pages.links == {}
     pages.brought = {"blocks_remote": 3}
-    leases = [await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")]
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
     assert prompt_pages.links == {}, "a path was opened in it"
-    took_ms = 0.0
-    # one is enough; on a busy machine it once was not, and nobody knows why: the leases would say
-    for _ in range(5):
-        begun_s = time.perf_counter()
-        leases.append(await prompt_pages.for_prompt(seed, pack_tokens(range(13)), ""))
-        took_ms = (time.perf_counter() - begun_s) * 1e3
-        if prompt_pages.links:
-            break
-    assert list(prompt_pages.links) == ["remote"], [lease and lease.brought for lease in leases]
+    begun_s = time.perf_counter()
+    await prompt_pages.for_prompt(seed, pack_tokens(range(13)), "")
+    took_ms = (time.perf_counter() - begun_s) * 1e3
+    assert list(prompt_pages.links) == ["remote"]
     mb = 12 * 1.048576
     assert mb / took_ms < prompt_pages.links["remote"].gb_per_s < mb / 48  # in 50 ms, 2 of them latency
 
