@@ -1,14 +1,12 @@
 """A request waits for pages as long as computing them would take, and not less than its settings say."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.costmodel.model import CostModel
-from shared.engine import worker_pages
 from shared.engine.page_waits import MOST_MS, PageWaits
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_cost import WorkerCost
@@ -21,12 +19,6 @@ from tests.unit.test_worker_fetches import FAR, PLAN, PROMPT, SEED, Clock, Pool,
 
 SETTINGS = WorkerSettings(model_dir="m", model_name="m")
 MS_PER_TOKEN = 0.05  # 3.3 s for 65,536, as an H200 takes for the 8B shape
-
-
-@pytest.fixture(autouse=True)
-def the_time_comes_back(monkeypatch):
-    """Rig sets a clock that stands still: a test after these, in the same process, measured no link."""
-    monkeypatch.setattr(worker_pages, "time", time)
 
 
 def compute_ms(num_tokens, cached_tokens):

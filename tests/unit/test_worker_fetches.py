@@ -1,7 +1,6 @@
 """Fetches that were given up: what the worker's rates say of their link, and that eq 2 computes then."""
 
 import json
-import time
 
 import msgspec
 import pytest
@@ -82,10 +81,9 @@ class Rig:
             engine="mock", model_dir=model_dir, model_name="m", block_tokens=4, **options
         )
         self.layout = msgspec.structs.replace(MockEngine(settings).description, block_bytes=BLOCK_BYTES)
-        self.pool = Pool(clock := Clock())
+        self.pool = Pool(clock := worker_pages.time)  # a Clock in the tests below
         self.pages = PromptPages(self.pool, self.layout, settings)
         self.pages._links = MeasuredLinks(clock.perf_counter)
-        worker_pages.time = clock
 
     async def fetch(self, times=1, plan=PLAN, num_blocks=0, **says):
         self.pool.num_blocks, self.pool.says = num_blocks, says
@@ -113,8 +111,8 @@ class Rig:
 
 
 @pytest.fixture(autouse=True)
-def the_time_comes_back(monkeypatch):
-    monkeypatch.setattr(worker_pages, "time", time)
+def time_stands_still(monkeypatch):
+    monkeypatch.setattr(worker_pages, "time", Clock())
 
 
 @pytest.fixture
