@@ -158,8 +158,7 @@ class LayerPulls:
         whose own reader has not come, and what goes back (pd_caching.py). Of the former, where they are there already,
         the last come are let go, as far as it takes."""
         for pull in list(self._pulls.pulls.values()):
-            waits = pull.is_ahead or (pull.is_push and pull.is_counted)
-            if waits and pull.pool is pool and not (pull.copying or pull.readers):
+            if (pull.is_ahead or pull.goes_back) and pull.pool is pool and not (pull.copying or pull.readers):
                 pool.cancel(pull.claim)
                 self._pulls.end(pull, now_ms)
         for handoff_id, held in reversed(list(self._held.items())):

@@ -216,6 +216,7 @@ class Pool(Lifetimes):
 
     @property
     def num_free(self) -> int:
+        """Pages that are free now. There must be memory."""
         assert self.memory is not None
         return self.memory.table.num_free
 

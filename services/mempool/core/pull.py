@@ -61,6 +61,11 @@ class Pull:
     num_portions: int = 0  # under way
     is_over: bool = False  # but for its portions
 
+    @property
+    def goes_back(self) -> bool:
+        """It is a push of pd_caching.py."""
+        return self.is_push and self.is_counted
+
     def take_late(self, now_ms: int) -> list[Reader]:
         """Readers who joined with less time than it has, which is over. Who has as much, or more, hears at its end."""
         late: list[Reader] = []

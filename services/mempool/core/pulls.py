@@ -339,7 +339,7 @@ class Pulls:
                 whole.own += here
             if pull.handoff_id is not None and self.layers is not None:
                 self.layers.hold(pull.handoff_id, pool, here, now_ms, came_for=pull.readers)
-            name = "blocks_pushed_back" if pull.is_push and pull.is_counted else "blocks_pulled"
+            name = "blocks_pushed_back" if pull.goes_back else "blocks_pulled"
             self.counters[name] += len(entries)
             from_dram = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_dram)
             self.counters["blocks_pulled_from_dram"] += from_dram
@@ -371,7 +371,7 @@ class Pulls:
                 self._answer(pull.pool, reader, now_ms)
         pull.pool.index.unpin(pull.own)
         self._let_go(pull)
-        if pull.is_push and pull.is_counted:
+        if pull.goes_back:
             self.push_back.ended(pull.sources[0][0], pull.pool)
 
     def _let_go(self, pull: Pull) -> None:
