@@ -11,7 +11,6 @@ import math
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from loadtest.outcomes import Outcome
 from loadtest.peer_memory import PeerMemory, gpu_device
 from loadtest.results import quantile
 from loadtest.workloads.request import Request
+from shared import http_get
 from shared.mempool.rank_memory import CONTEXT_BYTES
 
 INSTANCE = "colocated-0"
@@ -264,7 +264,7 @@ def make_model(folder: Path, setup: Setup) -> None:
 
 def _read(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=GET_TIMEOUT_S) as reply:
+        with http_get.open_url(url, timeout_s=GET_TIMEOUT_S) as reply:
             return json.load(reply)
     except urllib.error.URLError as error:
         raise OSError(f"{url}: {error}") from error

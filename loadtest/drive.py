@@ -12,11 +12,9 @@ the bottleneck.
 
 import argparse
 import asyncio
-import http.client
 import json
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,6 +29,7 @@ from loadtest.workloads import catalogue, trace_files
 from loadtest.workloads.request import Request, check, clipped, scaled
 from loadtest.workloads.stats import infinite_cache_hit_ratio
 from loadtest.workloads.tokens import TokenRange
+from shared import http_get
 
 CLIENT_BOUND = 3
 LEAST = {
@@ -255,11 +254,9 @@ def _first_model(url: str, bearer: str) -> str:
     """Raises: ValueError."""
     headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=10
-        ) as reply:
+        with http_get.open_url(f"{url}/v1/models", timeout_s=10, headers=headers) as reply:
             return str(json.load(reply)["data"][0]["id"])
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+    except (*http_get.NO_ANSWER, LookupError, TypeError) as error:
         raise ValueError(
             f"{url}/v1/models lists no model ({error or type(error).__name__}): is the server up? --model names one"
         ) from None

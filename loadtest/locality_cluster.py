@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from loadtest.open_loop import OpenLoop, Plan, verdict
 from loadtest.outcomes import Outcome
 from loadtest.registry import ROOT
 from loadtest.workloads.request import Request, salted
+from shared import http_get
 
 UP_TIMEOUT_S = 600
 SWITCH_TIMEOUT_S = 60
@@ -136,7 +136,7 @@ class LocalityCluster:
     def scheduler(self) -> dict[str, Any]:
         """Its /status. Raises: OSError, ValueError."""
         url = f"http://127.0.0.1:{self.base + SCHEDULER_ADMIN}/status"
-        with urllib.request.urlopen(url, timeout=2) as reply:
+        with http_get.open_url(url, timeout_s=2) as reply:
             return json.load(reply)
 
     def costs(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class LocalityCluster:
 
     def model(self) -> str:
         """Name of the served model."""
-        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as reply:
+        with http_get.open_url(f"{self.url}/v1/models", timeout_s=10) as reply:
             return str(json.load(reply)["data"][0]["id"])
 
     def _pid(self, name: str) -> int:

@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loadtest.registry import ROOT
+from shared import http_get
 from shared.free_ports import free_port as free_port
 
 DIE_WITH_PARENT = ROOT / "deploy" / "local" / "die_with_parent.py"
@@ -123,9 +122,9 @@ def _answers(url: str) -> bool:
     if url.startswith("unix://"):
         return Path(url.removeprefix("unix://")).is_socket()
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as reply:
+        with http_get.open_url(url, timeout_s=2.0) as reply:
             return reply.status == 200
-    except (OSError, urllib.error.URLError):
+    except http_get.NO_ANSWER:
         return False
 
 

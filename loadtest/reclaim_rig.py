@@ -3,13 +3,13 @@
 import argparse
 import json
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.lending_rig import COPY_TIMEOUT_MS, RigSettings, mempool_words, start_market
+from shared import http_get
 from shared.mempool.rank_memory import CONTEXT_BYTES as CONTEXT_BYTES  # for whoever uses this rig
 
 GET_TIMEOUT_S = 10.0
@@ -30,7 +30,7 @@ class MarketRig:
 
     def offered_bytes(self) -> int:
         """Of all spaces, lent ones too."""
-        with urllib.request.urlopen(f"http://{self.admin}/status", timeout=GET_TIMEOUT_S) as reply:
+        with http_get.open_url(f"http://{self.admin}/status", timeout_s=GET_TIMEOUT_S) as reply:
             return sum(space["offered_bytes"] for space in json.load(reply)["lending"]["spaces"].values())
 
     def say_errors(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtest.outcomes import read_run
-from loadtest.reports.render import write_report
 from loadtest.reports.summary import Slo, between, one_line
 
 
@@ -34,6 +33,14 @@ def main(argv: Sequence[str]) -> int:
         runs = [between(read_run(path), options.from_s, options.to_s) for path in options.runs]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        from loadtest.reports.render import write_report
+    except ImportError as missing:
+        print(
+            f"error: plots need matplotlib, of the extra `loadtest` (`make install` has it): {missing}",
+            file=sys.stderr,
+        )
         return 2
     for found in write_report(runs, options.out, Slo(options.slo_ttft_ms, options.slo_tpot_ms)):
         print(one_line(found))

@@ -13,7 +13,7 @@ compile runtime.txt     -c dev-cpu.txt "$@"
 compile engine-cuda.txt --extra local --extra engine-cuda "$@"
 uv pip compile bench.in --universal --python-version 3.11 --no-emit-index-url --no-annotate --no-header --generate-hashes \
   -q -o bench.txt "$@" # LiteLLM, measured beside the gateway in an environment of its own
-compile dev-cuda.txt    --extra local --extra engine-cuda --extra dev -c engine-cuda.txt "$@"
+compile dev-cuda.txt    --extra local --extra engine-cuda --extra dev --extra loadtest -c engine-cuda.txt "$@"
 
 # What a file has of another one it names instead: each lock is there once. Fails where the two differ.
 shorten() { # OUT, the file that is in it

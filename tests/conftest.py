@@ -14,6 +14,9 @@ from tests.support.examples import examples
 from tests.support.local_cluster import LocalCluster
 
 die_when_crashed()
+# where http_proxy is set: every server of these tests is on this machine
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, ("127.0.0.1,localhost,::1", os.environ.get(name))))
 gc.disable()  # until all is imported: nothing of that is garbage, and each collection would walk it
 
 PROCESSES, FAULTS = (Path(__file__).parent / name for name in ("integration", "fault"))

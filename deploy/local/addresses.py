@@ -1,7 +1,9 @@
 """Addresses of services: within this machine, and where other machines of the cluster reach them."""
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from shared.errors import SettingsError
@@ -45,6 +47,21 @@ def check_address(address: str, *, joins: bool) -> None:
         raise SettingsError(
             "setting cluster.address: name one address of this machine, not all; e.g. 10.0.0.5"
         )
+
+
+def served_at(status: Mapping[str, Any]) -> str:
+    """Of a cluster's status, for people: where it serves."""
+    return str(status["url"]) or f"the gateway of {status['joined']}"
+
+
+def gateway_of(status: Mapping[str, Any]) -> str:
+    """Of a cluster's status: its gateway's URL. Raises: SettingsError where another machine has the gateway."""
+    if not status["url"]:
+        raise SettingsError(
+            f"this machine joined {status['joined']}, which has the gateway; name it by --url (or QUIRE_URL), "
+            f"e.g. http://{in_url(status['joined'])}:8000"
+        )
+    return str(status["url"])
 
 
 def check_url(name: str, url: str, example: str) -> None:

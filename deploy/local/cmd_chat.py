@@ -172,7 +172,7 @@ def _receipt_table(receipt: dict[str, Any]) -> Table:
 
 def _local_url() -> str:
     status = status_or_none()
-    return str(status["url"]) if status else DEFAULT_URL
+    return addresses.gateway_of(status) if status else DEFAULT_URL
 
 
 def _model(client: httpx.Client) -> str:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from deploy.local import config
+from deploy.local import addresses, config
 from deploy.local.terminal import FAILED, OK, connect, err, fail, out, shorten
 from shared.errors import SettingsError
 
@@ -240,9 +240,11 @@ def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "Ru
     if not url:
         with connect() as client:
             running = client.call(op="status")
-        url = str(running["url"])
+        url = addresses.gateway_of(running)
         probes = [one["probe"] for one in running["services"] if one["name"].startswith(WORKERS)]
         statuses = [probe.removesuffix("/ready") + "/status" for probe in probes]
+    for name, one in (("--url", url), *(("--status", status) for status in statuses)):
+        addresses.check_url(name, one, "http://127.0.0.1:8000")
     options = LiveOptions(
         url=url.rstrip("/"), statuses=tuple(statuses), bearer=config.api_key(), max_lag_ms=max_lag_ms
     )

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from deploy.local.addresses import served_at
 from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
 from deploy.local.troubles import WORKERS, troubles
 
@@ -55,8 +56,9 @@ def _show(found: dict[str, Any]) -> None:
     if found["ready"] and found["troubles"]:
         state = "in trouble"
     colour = "green" if state == "ready" else "yellow"
+    where = f"{found['url']}/v1" if found["url"] else served_at(found)
     out.print(
-        f"[bold]{escape(found['model'])}[/bold] at {escape(found['url'])}/v1  [{colour}]{state}[/]"
+        f"[bold]{escape(found['model'])}[/bold] at {escape(where)}  [{colour}]{state}[/]"
         f"  {found['device']}, {found['topology']}, up {duration_text(found['uptime_s'])}",
         markup=True,
     )

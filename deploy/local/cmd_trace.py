@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.local import config
+from deploy.local import addresses, config
 from deploy.local.terminal import fail, out, status_or_none
 from shared import settings
 from shared.observe import timeline
@@ -27,7 +27,8 @@ def trace(
 ) -> None:
     """Print what happened to one request: every span of every service on one time axis."""
     settings.check_text("REQUEST_ID", request_id)
-    settings.check_text("--jaeger", jaeger)
+    if jaeger:
+        addresses.check_url("--jaeger", jaeger, "http://127.0.0.1:16686")
     spans = _read(request_id, jaeger, folder)
     if not spans:
         status = status_or_none()

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 
 from deploy.local import config, config_digest, plan, run_supervisor
+from deploy.local.addresses import served_at
 from deploy.local.control import ControlClient
 from deploy.local.interrupts import Interrupts
 from deploy.local.launch import errors, tail
@@ -186,9 +187,9 @@ def _look(wanted: Wanted) -> str:
             out.print("another `quire up` with these settings has begun: waiting with it")
             _follow(client, wanted, is_ours=False)
         elif not status["ready"]:
-            fail(f"it runs ({status['url']}), but is not ready; `{command} status` says what is not")
+            fail(f"it runs ({served_at(status)}), but is not ready; `{command} status` says what is not")
         else:
-            serves = f"{status['url']} serves {status['model']}"
+            serves = f"{served_at(status)} serves {status['model']}"
             out.print(f"already running: {serves} (`{command} status`, `{command} down`)")
     sys.exit(0)
 
@@ -207,7 +208,7 @@ def _refuse_others(wanted: Wanted, status: Mapping[str, Any]) -> None:
         names = run_supervisor.differences(running, start)
     if names:
         fail(
-            f"a cluster with other settings is running ({status['url']} serves {status['model']}); not the same: "
+            f"a cluster with other settings is running ({served_at(status)} serves {status['model']}); not the same: "
             f"{', '.join(names)}; `{wanted.command} down` first, or set QUIRE_HOME and other ports for a second one"
         )
 
@@ -344,14 +345,16 @@ def _stop(wanted: Wanted) -> None:
 def _summary(status: dict[str, Any], command: str) -> None:
     """How to use what runs now. Args: command: `quire`, as it finds this cluster."""
     url, model = status["url"], status["model"]
+    where = f"{url}/v1" if url else served_at(status)
     body = {"model": model, "messages": [{"role": "user", "content": "What is a list in Python?"}]}
     body |= {"max_tokens": 64, "stream": True}
     key = " -H 'Authorization: Bearer KEY'" if status["authenticated"] else ""
     out.print()
-    out.print(f"Quire serves [bold]{escape(model)}[/bold] at [bold]{escape(url)}/v1[/bold]", markup=True)
-    out.print(f"  try     {command} chat 'What is a list in Python?'")
-    out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
-    out.print(f"            -d '{msgspec.json.encode(body).decode()}'")
+    out.print(f"Quire serves [bold]{escape(model)}[/bold] at [bold]{escape(where)}[/bold]", markup=True)
+    if url:
+        out.print(f"  try     {command} chat 'What is a list in Python?'")
+        out.print(f"  curl    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
+        out.print(f"            -d '{msgspec.json.encode(body).decode()}'")
     if status["trace_endpoint"]:
         out.print(
             f"  traces  {status['trace_endpoint']} (OTLP); `{command} trace REQUEST_ID --jaeger URL`",

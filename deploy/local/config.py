@@ -121,7 +121,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace_sample_ratio: float = 1.0
     log_level: settings.LogLevel | Literal[""] = ""
     log_cap_bytes: int = 16 << 20  # per file; one older file is kept
-    ready_timeout_s: int = 300
+    ready_timeout_s: int = 300  # of `quire up`; a worker that loads may take as long
 
 
 class Paths(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from deploy.local import host_memory, plan, run_supervisor, services_table
+from deploy.local import addresses, host_memory, plan, run_supervisor, services_table
 from deploy.local.config import CA_FILES, DEMO_MODEL, ClusterSettings, paths_of
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
@@ -81,7 +81,7 @@ def check_ports(found: ClusterSettings) -> Finding:
     """Those that `quire up` would listen on: free, or ours."""
     status = status_or_none()
     if status is not None:
-        return Finding("ports", Verdict.OK, f"in use by the running cluster ({status['url']})")
+        return Finding("ports", Verdict.OK, f"in use by the running cluster ({addresses.served_at(status)})")
     any_model = plan.Model(folder=str(DEMO_MODEL), name="any")  # of no matter to ports
     try:
         _, services = run_supervisor.planned(run_supervisor.Start(settings=found, model=any_model))

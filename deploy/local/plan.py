@@ -85,7 +85,10 @@ def choose_device(found: ClusterSettings, gpus: Sequence[str], vllm: str) -> str
 
 
 def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> tuple[Worker, ...]:
-    """Roles and GPUs. auto: prefill and decode apart on CPU and on two GPUs or more, colocated on one GPU."""
+    """Roles and GPUs. auto: prefill and decode apart on CPU and on two GPUs or more, colocated on one GPU.
+
+    Raises: SettingsError when there are none.
+    """
     topology = found.topology
     if topology == "auto":
         both = num_ranks(found, "prefill") + num_ranks(found, "decode")
@@ -95,6 +98,11 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
     else:
         workers = [Worker("prefill", index) for index in range(found.num_prefill)]
         workers += [Worker("decode", index) for index in range(found.num_decode)]
+    if not workers:
+        raise SettingsError(
+            "setting cluster.num_decode: colocated workers are as many, and that is 0; set it to 1, "
+            "or cluster.topology to disaggregated"
+        )
     if found.join:  # the first machine's have the plain names
         machine = "-" + found.address.replace(".", "-").replace(":", "-")
         workers = [replace(worker, machine=machine) for worker in workers]
@@ -335,6 +343,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         secrets=_secrets(found, redis_url),
         address=found.address,
         join=parse_join(found.join),
+        ready_timeout_ms=1000 * found.ready_timeout_s,
         memory_market=found.memory_market,
         standby=found.standby,
     )

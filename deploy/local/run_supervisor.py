@@ -112,9 +112,10 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
     host = addresses.in_url(addresses.reachable(made.host))
     traces = start.settings.trace_endpoint or str(config.paths_of(start.settings.home).traces)
     return {
-        "url": f"http://{host}:{made.ports.gateway}"
-        if made.join is None
-        else f"the gateway of {made.join.host}",
+        "url": "" if made.join else f"http://{host}:{made.ports.gateway}",
+        "joined": made.join.host
+        if made.join
+        else "",  # the machine with the gateway, whose port only it knows
         "model": made.model_name,
         "model_dir": made.model_dir,
         "device": made.device,

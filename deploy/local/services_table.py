@@ -90,6 +90,7 @@ ROWS: dict[str, Row] = {
 }
 ZYGOTE = "engine-zygote"
 ZYGOTE_START_TIMEOUT_MS = 240_000
+AWAIT_MODELS = ("prefill", "decode", "gateway", ZYGOTE)  # ready only once a model is loaded, or vLLM imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ class Plan:
     secrets: Mapping[str, Mapping[str, str]]  # row -> environment: what must not be on a command line
     address: str = ""  # where other machines of the cluster reach this one; "": it is alone
     join: Joined | None = None  # the machine with the control plane; None: this one
+    ready_timeout_ms: int = 0  # for how long `quire up` waits: an engine may take as long
     memory_market: bool = False  # whether the mempool reports to the coordinator, and lends by itself
     standby: bool = False  # whether a second coordinator waits for the first one's lease to lapse
 
@@ -236,9 +238,14 @@ def _service(
         listens=tuple((probe.host, port) for port in listens),
         env={**plan.secrets.get(row, {}), **(env or {})},
         launcher=launcher,
-        start_timeout_ms=kind.start_timeout_ms,
+        start_timeout_ms=_start_timeout_ms(plan, row, kind.start_timeout_ms),
         stop_grace_ms=kind.stop_grace_ms,
     )
+
+
+def _start_timeout_ms(plan: Plan, row: str, least_ms: int) -> int:
+    """Loading a large model from a slow disk takes what it takes, and what is killed over it begins anew."""
+    return max(least_ms, plan.ready_timeout_ms) if row in AWAIT_MODELS else least_ms
 
 
 def _redis(plan: Plan) -> Service:
@@ -262,7 +269,7 @@ def _zygote(plan: Plan) -> Service:
         command=(*socket, "--device", plan.device, "--threads", str(plan.threads)),
         depends_on=(),
         probe=Probe("zygote"),
-        start_timeout_ms=ZYGOTE_START_TIMEOUT_MS,
+        start_timeout_ms=_start_timeout_ms(plan, ZYGOTE, ZYGOTE_START_TIMEOUT_MS),
     )
 
 

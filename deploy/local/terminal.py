@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from rich.console import Console
 from deploy.local import config
 from deploy.local.control import ControlClient
 from shared.errors import PeerGone
+from shared.http_get import NO_ANSWER
 
 OK, FAILED, USAGE, NOT_RUNNING = 0, 1, 2, 3
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 wrong usage or setting, 3 no cluster is running."
@@ -68,7 +68,7 @@ def get_json(url: str, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
     try:
         with _directly.open(url, timeout=timeout_s) as reply:
             found = json.loads(reply.read(MAX_REPLY_BYTES))
-    except (OSError, urllib.error.URLError, ValueError):
+    except NO_ANSWER:
         return None
     return found if isinstance(found, dict) else None
 

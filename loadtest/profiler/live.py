@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from loadtest.profiler.runner import Observed, Spans, Told
 from loadtest.workloads.request import Request
 from loadtest.workloads.tokens import TokenRange
 from shared.errors import ClusterError, PeerGone, SettingsError
+from shared.http_get import NO_ANSWER
 
 FULL_SHARE = 0.9  # above it what waits waits for memory
 GET_TIMEOUT_S = 5.0
@@ -194,7 +194,7 @@ def _read(url: str, bearer: str = "") -> dict[str, Any]:
     try:
         with _directly.open(urllib.request.Request(url, headers=headers), timeout=GET_TIMEOUT_S) as reply:
             found = json.loads(reply.read(MAX_REPLY_BYTES))
-    except (OSError, urllib.error.URLError, ValueError) as error:
+    except NO_ANSWER as error:
         raise PeerGone(f"{url} does not answer: {error}") from error
     return found if isinstance(found, dict) else {}
 

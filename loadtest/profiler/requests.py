@@ -27,18 +27,22 @@ class Lengths:
     pairs: Sequence[tuple[int, int]]
 
     def at_rate(self, rate_per_s: float, seconds: float, least: int, seed: int) -> list[Request]:
-        """Poisson arrivals for so long, and at least `least` of them."""
+        """Poisson arrivals for so long, and at least `least` of them. Raises: SettingsError: too many."""
         process = Poisson(rate_per_s)
-        times = arrivals.take(process, "profile", seed, seconds=seconds)
+        times = _within(process, seed, seconds, f"--seconds {seconds:g}: at {rate_per_s:g} requests/s")
         if len(times) < least:
             times = arrivals.take(process, "profile", seed, num_requests=least)
         return self._requests(times, seed)
 
     def burst(self, rate_per_s: float, factor: float, burst_s: float, seed: int) -> list[Request]:
-        """WARM requests at the rate, then `factor` times it for burst_s (AQUA 9.3); nothing after that."""
+        """WARM requests at the rate, then `factor` times it for burst_s (AQUA 9.3); nothing after that.
+
+        Raises: SettingsError: too many.
+        """
         process: Arrivals = Burst(rate_per_s, warm=WARM, factor=factor, burst_s=burst_s)
         warm_ms = arrivals.take(process, "profile", seed, num_requests=WARM)[-1]
-        times = arrivals.take(process, "profile", seed, seconds=warm_ms / 1000 + burst_s)
+        at = f"--burst-s {burst_s:g}: at {factor:g} x {rate_per_s:g} requests/s"
+        times = _within(process, seed, warm_ms / 1000 + burst_s, at)
         return self._requests(times, seed)
 
     def longest_tokens(self) -> int:
@@ -59,6 +63,13 @@ class Lengths:
             for number, at_ms in enumerate(times_ms)
             for prompt_tokens, output_tokens in (self.pairs[(begin + number) % len(self.pairs)],)
         ]
+
+
+def _within(process: Arrivals, seed: int, seconds: float, words: str) -> list[float]:
+    try:
+        return arrivals.take(process, "profile", seed, seconds=seconds)
+    except ValueError as error:  # more than a run can hold
+        raise SettingsError(f"{words} {error}; take less time") from error
 
 
 def of_workload(name: str, *, seed: int = 1, scale: float = 1.0, context_tokens: int = 0) -> Lengths:

@@ -1,8 +1,6 @@
 """One request's trace, from the local span store or from Jaeger, as a text timeline (`quire trace`)."""
 
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shared import http_get
 from shared.errors import PeerGone, PeerProtocolError
 from shared.observe.span_record import REQUEST_ID, SpanEvent, SpanRecord
 
@@ -88,9 +87,9 @@ def _get(url: str, timeout_s: float) -> bytes:
     if not url.startswith(("http://", "https://")):
         raise PeerGone(f"{url!r} is not an http address")
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+        with http_get.open_url(url, timeout_s=timeout_s) as reply:
             return reply.read(MAX_REPLY_BYTES)
-    except (OSError, urllib.error.URLError) as error:
+    except http_get.NO_ANSWER as error:
         raise PeerGone(f"{url.partition('?')[0]}: {error}") from error
 
 

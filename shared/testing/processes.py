@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from shared import http_get
 
 READY_TIMEOUT_S = 120.0  # limits for what is broken: how fast it is on a busy machine proves nothing
 STOP_TIMEOUT_S = 30.0
@@ -42,12 +43,12 @@ def _die_with_parent() -> list[str]:
 def get_json(url: str, timeout_s: float = 30.0) -> tuple[int, Any]:
     """(status, body) of a GET; (0, None) when nobody answers."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with http_get.open_url(url, timeout_s=timeout_s) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
             return error.code, _json_or_none(error.read())
-    except (OSError, ValueError):
+    except http_get.NO_ANSWER:
         return 0, None
 
 
@@ -155,7 +156,7 @@ class ServiceProcess:
 
     def metric(self, name: str) -> float:
         """Sum over the labels of one metric of /metrics; 0.0 when it has not been set."""
-        with urllib.request.urlopen(f"{self.admin_url}/metrics", timeout=30.0) as answer:
+        with http_get.open_url(f"{self.admin_url}/metrics", timeout_s=30.0) as answer:
             lines = answer.read().decode().splitlines()
         return sum(
             float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))

@@ -10,7 +10,7 @@ NAMES = ["demo[int8]", "demo[/v2]", "[bold]demo", "demo\\[x]"]
 STATUS = {
     "url": "http://[::1]:8000", "authenticated": False, "trace_endpoint": "", "traces": "t", "logs": "l", "ready": True,
     "troubles": [], "stopping": False, "device": "cpu", "topology": "colocated", "uptime_s": 1, "mempool": None,
-    "workers": {},
+    "workers": {}, "joined": "",
 }  # fmt: skip
 
 

@@ -99,6 +99,11 @@ def test_a_rate_that_nothing_keeps_is_exit_code_one_and_the_file_says_why(tmp_pa
         (("--simulate", "llama-8b", "--cost", "none.json"), "cannot be read"),
         (("--simulate", "llama-8b", "--memory-tokens", "100"), "has no room"),
         (("--url", "http://127.0.0.1:9"), "--status"),
+        (
+            ("--url", "http://127.0.0.1:9", "--status", "http://127.0.0.1:abc/status"),
+            "no address of a server",
+        ),
+        (("--url", "127.0.0.1:9", "--status", "http://127.0.0.1:9/status"), "no address of a server"),
         (("--url", "http://127.0.0.1:9", "--status", "http://127.0.0.1:9/status"), "does not answer"),
         (("--callable", "nothing", "--device", "cpu"), "MODULE:FUNCTION"),
         (("--callable", "json:dumps", "--max-batch", "0"), "largest batch"),

@@ -3,11 +3,11 @@
 import io
 import json
 import urllib.error
-import urllib.request
 
 import msgspec
 import pytest
 
+from shared import http_get
 from shared.errors import PeerGone, PeerProtocolError
 from shared.observe import timeline
 from shared.observe.span_record import REQUEST_ID, SpanEvent, SpanRecord
@@ -148,11 +148,11 @@ JAEGER = {
 def test_jaegers_answer_is_read(monkeypatch):
     urls = []
 
-    def urlopen(url, timeout):
+    def open_url(url, *, timeout_s):
         urls.append(url)
         return io.BytesIO(json.dumps(JAEGER).encode())
 
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(http_get, "open_url", open_url)
     root, child = timeline.read_jaeger("http://127.0.0.1:16686/", "r")
     assert "/api/traces?service=quire-gateway&tags=%7B%22quire.request_id%22%3A%22r%22%7D" in urls[0]
     assert (root.name, root.instance, root.end_ns - root.start_ns) == (
@@ -166,14 +166,14 @@ def test_jaegers_answer_is_read(monkeypatch):
 
 def test_an_answer_that_is_not_jaegers_and_no_answer_are_told_apart(monkeypatch):
     for body in (b"<html>", b"[]", b'{"data": [{}]}', b'{"data": [{"spans": [{}], "processes": {}}]}'):
-        monkeypatch.setattr(urllib.request, "urlopen", lambda *_, body=body, **__: io.BytesIO(body))
+        monkeypatch.setattr(http_get, "open_url", lambda *_, body=body, **__: io.BytesIO(body))
         with pytest.raises(PeerProtocolError):
             timeline.read_jaeger("http://127.0.0.1:1", "r")
 
     def refuse(*_, **__):
         raise urllib.error.URLError("refused")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(http_get, "open_url", refuse)
     with pytest.raises(PeerGone):
         timeline.read_jaeger("http://127.0.0.1:1", "r")
     with pytest.raises(PeerGone, match="http address"):

@@ -36,6 +36,13 @@ def settings(**more):
     return Settings(**{"seconds": 20.0, "least_requests": 20, "burst_s": 10.0, **more})
 
 
+def test_a_run_that_would_be_endless_is_refused_and_says_which_option_is_too_long():
+    with pytest.raises(SettingsError, match=r"--seconds 7200: at 200 requests/s more than 1,000,000"):
+        SMALL.at_rate(200.0, 7200.0, 20, 1)
+    with pytest.raises(SettingsError, match=r"--burst-s 3600: at 5 x 60 requests/s more than 1,000,000"):
+        SMALL.burst(60.0, 5.0, 3600.0, 1)
+
+
 class Line:
     """Holds so many requests at once and serves each in service_ms; the others wait for memory."""
 

@@ -1,0 +1,17 @@
+"""The locked requirements: what one kind of machine has for tests the other has too."""
+
+import re
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
+
+
+def own_locks(name: str) -> set[str]:
+    """NAME==VERSION of a file's own lines, not of those that it includes."""
+    return set(re.findall(r"^([\w.-]+==[^\s\\;]+)", (REQUIREMENTS / name).read_text("utf-8"), re.MULTILINE))
+
+
+def test_a_machine_with_a_gpu_installs_for_its_tests_what_one_without_installs():
+    found = own_locks("dev-cuda.txt")
+    assert found == own_locks("dev-cpu.txt")
+    assert {"matplotlib", "pytest", "locust"} <= {lock.partition("==")[0] for lock in found}
