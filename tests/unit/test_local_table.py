@@ -147,27 +147,6 @@ def test_topology_follows_the_machine_unless_it_is_asked_for(topology, device, g
     assert [w.gpus for w in workers] == ids
 
 
-def test_no_worker_at_all_is_refused():
-    for topology in ("auto", "colocated"):
-        asked = settings(topology=topology, num_decode=0, address="10.0.0.5")
-        with pytest.raises(SettingsError, match=r"cluster\.num_decode"):
-            plan.choose_workers(asked, "cuda", ["0"])
-
-
-def test_what_waits_for_a_model_may_take_as_long_to_start_as_up_waits():
-    usual = {s.name: s.start_timeout_ms for s in build(a_plan())}
-    long = {s.name: s.start_timeout_ms for s in build(a_plan(ready_timeout_ms=1_800_000))}
-    late = {name for name in long if long[name] != usual[name]}
-    assert late == {"prefill-0", "decode-0", "gateway", ZYGOTE}
-    assert {long[name] for name in late} == {1_800_000}
-    assert {s.name: s.start_timeout_ms for s in build(a_plan(ready_timeout_ms=1_000))} == usual
-    made = plan.make_plan(
-        settings(ready_timeout_s=700, redis_url="redis://there:1/0", engine="mock"), config.paths_of("/h"),
-        plan.Model(folder="/m", name="m"),
-    )  # fmt: skip
-    assert made.ready_timeout_ms == 700_000
-
-
 @pytest.mark.parametrize(
     ("host", "listen", "probed"),
     [("127.0.0.1", "127.0.0.1:8000", "127.0.0.1"), ("::", "[::]:8000", "::1"), ("box", "box:8000", "box")],
