@@ -4,6 +4,9 @@ MODE is a dtype with "+graphs" or without (float16, bfloat16+graphs): stock vLLM
 one engine of ours, whose steps go through the model in two parts (full) and whole (fuse); with graphs ours captures
 its decode steps, stock compiles and captures. It prints a line for each mode and way.
 
+Last come prompts that share what is computed in the same step: the shorter one goes first in the batch, and its tokens
+attend to blocks that only the step's second part would have written.
+
 The model has random weights. 16 bits tip near ties, and sums that are rounded once instead of twice tip other ones. So
 a sequence that differs is looked at where it first does: "near_ties" are those where stock gave the two tokens log
 probabilities less than TIE apart, "wrong" the others: it must be 0. "logprob_gap": the largest difference of a prompt
@@ -29,6 +32,7 @@ CONFIG = {
     "head_dim": 128, "max_position_embeddings": 8192, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+NUM_SHARERS, LONG, SHARED, SHORT = 6, 1500, 1024, 1300  # tokens of two prompts, and of what both begin with
 LENGTHS = (3, 17, 130, 512, 777, 1500, 3000, 5000)  # steps hold 2,048: the last two are computed in chunks
 STEP_TOKENS, ANSWER_TOKENS = 2048, 24
 KV_BYTES = 4 << 30
@@ -77,28 +81,47 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)] for length in LENGTHS]
 
 
+def sharers() -> list[list[list[int]]]:
+    """Three at a time: one fills a step while the others come, which share the next; the last begins as the second."""
+    rng = random.Random(6)
+    out = []
+    for _ in range(NUM_SHARERS):
+        filler, first, second = (
+            [rng.randrange(3, CONFIG["vocab_size"]) for _ in range(length)]
+            for length in (STEP_TOKENS, LONG, SHORT)
+        )
+        out.append([filler, first, first[:SHARED] + second[SHARED:]])
+    return out
+
+
 def answer(engine: Any, label: str) -> list[dict[str, Any]]:
-    """Every prompt alone, then all at once: {"tokens", "tops": log probabilities of the best few, "prompt"}."""
+    """Every prompt alone, all at once, then the sharers: {"tokens", "tops" (log probabilities of the best), "prompt"}.
+
+    What asks for its prompt's log probabilities finds nothing cached, in vLLM.
+    """
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=ANSWER_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=8,
-        prompt_logprobs=0,
+    plain = SamplingParams(
+        max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=8
     )
+    params = plain.clone()
+    params.prompt_logprobs = 0
     asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
     found = [engine.generate(one, params, use_tqdm=False)[0] for one in asked]
     found += engine.generate(asked, params, use_tqdm=False)
+    for three in sharers():
+        answers = engine.generate([{"prompt_token_ids": one} for one in three], plain, use_tqdm=False)
+        found += answers
+        hits = [one.num_cached_tokens for one in answers]
+        if hits != [0, 0, SHARED]:
+            raise RuntimeError(f"found cached: {hits}, so nothing was shared within a step")
     print(f"  {label}: {len(found)} answers", flush=True)
     out = []
     for one in found:
         choice = one.outputs[0]
         tops = [{str(token): lp.logprob for token, lp in row.items()} for row in choice.logprobs]
-        rows = one.prompt_logprobs[1:]
-        said = [row[token].logprob for token, row in zip(one.prompt_token_ids[1:], rows, strict=True)]
+        rows = zip(one.prompt_token_ids[1:], (one.prompt_logprobs or [])[1:], strict=False)
+        said = [row[token].logprob for token, row in rows]
         out.append({"tokens": list(choice.token_ids), "tops": tops, "prompt": said})
     return out
 
@@ -128,13 +151,14 @@ def child(kind: str, model: str, out: str, mode: str, ranks: int, device: str = 
     engine = LLM(
         model=model, dtype=dtype, tensor_parallel_size=ranks, seed=0, skip_tokenizer_init=True, max_num_seqs=16,
         max_model_len=6144, max_num_batched_tokens=STEP_TOKENS, enforce_eager=not graphs, max_logprobs=8,
-        enable_prefix_caching=False, kv_cache_memory_bytes=KV_BYTES, **options,
+        enable_prefix_caching=True, kv_cache_memory_bytes=KV_BYTES, **options,
     )  # fmt: skip
     if kind == "stock":
         found: dict[str, Any] = {"stock": answer(engine, f"stock {mode}")}
     else:
         found = {"full": answer(engine, f"full {mode}")}
         engine.collective_rpc("quire_weave_from", args=(1, 0))
+        engine.reset_prefix_cache()
         found["fuse"] = answer(engine, f"fuse {mode}")
         found["counters"] = engine.collective_rpc("quire_weave_counters")
     Path(out).write_text(json.dumps(found))
@@ -145,7 +169,7 @@ def compared(ours: list[dict[str, Any]], stock: list[dict[str, Any]], dtype: str
     row = {"num": len(stock), "same": 0, "near_ties": 0, "wrong": 0, "logprob_gap": 0.0}
     for one, want in zip(ours, stock, strict=True):
         gaps = [abs(a - b) for a, b in zip(one["prompt"], want["prompt"], strict=True)]
-        row["logprob_gap"] = round(max(row["logprob_gap"], *gaps), 4)
+        row["logprob_gap"] = round(max([row["logprob_gap"], *gaps]), 4)
         first = next(
             (i for i, (a, b) in enumerate(zip(one["tokens"], want["tokens"], strict=True)) if a != b), None
         )
