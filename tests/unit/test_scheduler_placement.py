@@ -152,3 +152,18 @@ def test_predictions_that_make_no_sense_do_not_disturb_who_stands_where(nonsense
     for standing in [standing for _, standing in view.placer._standing.values()]:
         for group in standing.groups["colocated"].values():
             assert sorted(key[2] for key in group.loaded) == sorted(f"c{number}" for number in range(12))
+
+
+def test_queues_that_drain_again_and_again_leave_nothing_in_the_heap_of_who_is_due():
+    """While the oldest whole request is due in fifteen minutes, and each report's queue in 20 ms."""
+    made = placer(hello("c0", role="colocated"))
+    for number in range(100):
+        now_ms = 100 * number
+        made.instances.report(report("c0", seq=number, queued_prefill_ms=20.0), now_ms=now_ms)
+        for at_ms, name in ((now_ms, f"a{number}"), (now_ms + 50, f"b{number}")):
+            assert isinstance(made.place(place(name), now_ms=at_ms), Placed)
+        for name in (f"a{number}", f"b{number}") if number else ():
+            made.ended(Ended(request_id=name, attempt=1))
+    [(_, standing)] = made._standing.values()
+    assert len(standing._due) == 1
+    assert [(due_ms, "c0") for due_ms in standing.rows["c0"].dues_ms[1:]] == standing._due

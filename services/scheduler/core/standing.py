@@ -28,7 +28,7 @@ Families = Collection[str]
 class Row:
     """One instance's place in the orders."""
 
-    __slots__ = ("candidate", "due_ms", "group", "known", "places", "pool", "queue_ms", "rates", "space",
+    __slots__ = ("candidate", "dues_ms", "group", "known", "places", "pool", "queue_ms", "rates", "space",
                  "through_ms")  # fmt: skip
 
     def __init__(self, known: Instance) -> None:
@@ -42,7 +42,8 @@ class Row:
         self.queue_ms = self.through_ms = (
             0.0  # placed since the report; when the reported queue is worked off
         )
-        self.due_ms = math.inf  # when it is looked at again, whatever happens
+        # when it is looked at again, whatever happens: all that the heap has of it, the next one last
+        self.dues_ms = [math.inf]
 
 
 class _Order:
@@ -112,7 +113,7 @@ class Standing:
         due = self._due
         while due and due[0][0] <= now_ms:
             _, name = heappop(due)
-            self.rows[name].due_ms = math.inf
+            self.rows[name].dues_ms.pop()
             self.changed.add(name)
         for name in self.changed:
             row = self.rows.get(name)
@@ -157,8 +158,8 @@ class Standing:
         drains = through_ms > now_ms
         if drains and through_ms < due_ms:
             due_ms = through_ms
-        if due_ms < row.due_ms:
-            row.due_ms = due_ms
+        if due_ms < row.dues_ms[-1]:
+            row.dues_ms.append(due_ms)
             heappush(self._due, (due_ms, name))
         if view.requests_share >= self._most_share or view.prefill_tokens >= self._most_tokens:
             return
