@@ -278,6 +278,7 @@ class Scheduler:
         answer: SchedulerToWorker | None = None
         if isinstance(message, Report):
             answer = self.instances.report(message, now_ms=now_ms)
+            self.placer.tenants.arrived(message.instance, message.arrived or ())
             self._serve_held()
             if answer is None and message.served:
                 answer = served_elsewhere(message, self.instances.live(now_ms=now_ms))

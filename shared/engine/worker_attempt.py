@@ -24,7 +24,7 @@ from shared.engine.worker_room import DecodeRoom
 from shared.engine.worker_trace import AttemptClock
 from shared.engine.worker_use import count_use
 from shared.errors import ClusterError, InvariantBroken, PeerGone, PeerTimeout, ResourceError
-from shared.ids import HandoffId, InstanceId
+from shared.ids import HandoffId, InstanceId, RequestId
 from shared.kv.block_hash import chain_digest, chain_seed
 from shared.observe import metrics
 from shared.observe.log import get_logger
@@ -116,6 +116,11 @@ class Attempt:
             None  # a hand-off that the engine makes ready and nobody will claim
         )
         self.is_waiting = True  # not in the engine yet
+
+    @property
+    def _placed(self) -> tuple[RequestId, int]:
+        """As the scheduler knows it."""
+        return self.message.request_id, self.message.attempt
 
     async def run(self) -> None:
         """Until the terminal message is queued, or cancelled. Raises nothing."""
@@ -218,7 +223,7 @@ class Attempt:
         cost = self._context.cost
         if self._context.room is not None:
             self._context.room.entered(self._engine_id)
-        placed = (self.message.request_id, self.message.attempt) if self.message.stage != "decode" else None
+        placed = self._placed if self.message.stage != "decode" else None
         cached = request.held.valid_tokens if request.held else 0
         cost.begin(self._engine_id, len(self._tokens), cached, placed)
         # The interface promises that closing the iterator aborts the request.
@@ -312,6 +317,8 @@ class Attempt:
     async def _decode(self) -> None:
         """Also the colocated stage: it differs only in where the pages come from."""
         sampling = self._sampling
+        if self.message.stage == "decode":  # however long it waits here for room, it is done with its source
+            self._context.cost.arrived.append(self._placed)
         if self.message.handoff is not None and sampling.prompt_logprobs is not None:
             # The prefill stage has answered them; asking again would compute the whole prompt.
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)

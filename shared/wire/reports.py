@@ -76,8 +76,8 @@ class Report(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"
     # what the corrections are of, since the start: one that grows says that an unchanged correction still holds
     num_prefills_measured: int = 0
     num_decodes_measured: int = 0
-    # prompts (request, attempt) that came into the engine since the last report: from this one on they are in its
-    # numbers. None: it does not say
+    # (request, attempt) of prompts that came into the engine since the last report, and of hand-offs that came here:
+    # from this one on they are in its numbers. None: it does not say
     arrived: list[tuple[RequestId, int]] | None = None
 
 

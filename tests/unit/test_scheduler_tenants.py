@@ -4,10 +4,13 @@ import math
 
 import pytest
 
+from services.scheduler.config import SchedulerSettings
 from services.scheduler.core.instances import Instances
 from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.placement import Placer
 from services.scheduler.core.tenants import MAX_TENANTS, RECENT_MS, Tenants
+from services.scheduler.shell import Scheduler
+from shared.transport.clock import ManualClock
 from shared.wire.placement import Ended, Placed, Rejected
 from tests.support.control_plane import hello, place, report
 from tests.support.fair_cluster import FairCluster
@@ -119,6 +122,35 @@ def test_pairs_have_claims_too():
     assert isinstance(answers[-1], Rejected)
     gold = placer.place(place("g", tenant="gold", weight=4.0), now_ms=0)
     assert isinstance(gold, Placed)
+
+
+def test_a_pair_that_decodes_holds_no_place_at_its_prefill_instance():
+    settings = SchedulerSettings(policy="least_load", overload_factor=1.0, disaggregation="always")
+    scheduler = Scheduler(settings, ManualClock(0), "boot")
+    for name, role, most in (("p", "prefill", 4), ("d", "decode", 64)):
+        scheduler.instances.hello(hello(name, role=role, max_running=most), now_ms=0)
+
+    def ask(tenant, count):
+        first = scheduler.placer.num_placed
+        names = [f"{tenant}-{number}" for number in range(first, first + count)]
+        answers = [scheduler.placer.place(place(name, tenant=tenant), now_ms=0) for name in names]
+        return [(one.request_id, 1) for one in answers if isinstance(one, Placed)]
+
+    gold = ask("gold", 4)
+    assert len(gold) == 4
+    scheduler._on_worker(b"p", 0, report("p", num_running=4, arrived=gold), [])
+    assert scheduler.placer.tenants.held("gold") == {"p": 4, "d": 4}, "they are in it"
+    scheduler._on_worker(b"d", 0, report("d", num_running=4, arrived=[*gold, ("unknown", 1)]), [])
+    assert scheduler.placer.tenants.held("gold") == {"d": 4}
+    scheduler._on_worker(b"p", 1, report("p", seq=1, arrived=[]), [])
+    silver = ask("silver", 4)
+    assert len(silver) == 4, "they fill it"
+    assert ask("silver", 1) == []
+    more = ask("gold", 4)
+    assert len(more) == 2, "as many as are half of four"
+    for name, attempt in gold + silver + more:
+        scheduler.placer.ended(Ended(request_id=name, attempt=attempt))
+    assert scheduler.placer.tenants.places(9) == {}
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])

@@ -9,9 +9,11 @@ from prometheus_client import REGISTRY
 
 from shared.engine.interface import EngineDelta, KvUse
 from shared.engine.worker_attempt import Attempt, AttemptContext
-from shared.ids import Epoch, InstanceId, RequestId
+from shared.ids import Epoch, HandoffId, InstanceId, RequestId
 from shared.kv.block_hash import pack_tokens
+from shared.wire.handoff import HandoffState
 from shared.wire.requests import Failed, Finished, Generate, SamplingSpec, StructuredSpec
+from tests.support.control_plane import description
 
 PROMPT = list(range(1, 11))
 USE = KvUse(tokens_engine=1, tokens_pool=5, tokens_computed=4, blocks_moved=2, bytes_moved=128, queue_ms=3.0)
@@ -75,6 +77,32 @@ async def run(*deltas: EngineDelta, stops: bool = False, **sampling: Any) -> lis
         task.cancel()
     await task
     return outbox.said
+
+
+async def test_a_hand_off_is_told_of_when_it_comes_however_long_it_waits_for_room():
+    waits = asyncio.Event()
+
+    async def enter(*_: Any) -> float:
+        waits.set()
+        return await asyncio.Event().wait() or 0.0
+
+    context = AttemptContext(
+        instance=InstanceId("w"), settings=SimpleNamespace(max_deadline_ms=60_000), engine=Engine(),
+        pages=SimpleNamespace(usable=True, peer_address=""), outbox=Outbox(), on_engine_died=pytest.fail,
+        on_invariant_broken=pytest.fail, room=SimpleNamespace(enter=enter, leave=lambda _: None),
+    )  # type: ignore[arg-type]  # fmt: skip
+    handoff = HandoffState(
+        handoff_id=HandoffId("h"), source=InstanceId("p"), description=description(), valid_tokens=10
+    )
+    message = Generate(
+        request_id=RequestId("r"), attempt=2, stage="decode", instance_epoch=Epoch(1), handoff=handoff,
+        sampling=SamplingSpec(max_tokens=9, temperature=0), deadline_ms=60_000,
+    )  # fmt: skip
+    task = asyncio.create_task(Attempt(context, b"gw", message, pack_tokens(PROMPT), PROMPT, 1).run())
+    await waits.wait()
+    assert list(context.cost.arrived) == [("r", 2)]
+    task.cancel()
+    await task
 
 
 def counts() -> dict[tuple[str, str, str], float]:

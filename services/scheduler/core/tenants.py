@@ -4,12 +4,12 @@ Engines give tenants who wait in them shares like their weights (shared/fair); b
 If each place that comes free went to whoever asks first, tenants would be served as often as they ask, whatever their
 weights. So an instance that is full is not full for a tenant that holds fewer of its places than its weight's share:
 the tenant is let in above the bound, and the others wait until as many have left. On every instance by itself, because
-a tenant that has nobody waiting in an engine has no claim there. Shares are among tenants that hold places, or asked
-of late.
+a tenant that has nobody waiting in an engine has no claim there; so a pair leaves its place at the prefill instance
+when it has come to the other. Shares are among tenants that hold places, or asked of late.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.core.request import AttemptKey
@@ -48,14 +48,17 @@ class Tenants:
         self._known[tenant].held.update(instances)
         self._of[key] = tenant, instances
 
+    def arrived(self, instance: InstanceId, keys: Iterable[AttemptKey]) -> None:
+        """They have come to it: of pairs that decode there the first places are free. Others are ignored."""
+        for key in keys:
+            tenant, instances = self._of.get(key, ("", ()))
+            if instance in instances[1:]:
+                self._of[key] = tenant, instances[1:]
+                self._give_back(tenant, instances[:1])
+
     def ended(self, key: AttemptKey) -> None:
         """Its places are free; also of an attempt that holds none."""
-        tenant, instances = self._of.pop(key, ("", ()))
-        for instance in instances:
-            held = self._known[tenant].held
-            held[instance] -= 1
-            if not held[instance]:
-                del held[instance]
+        self._give_back(*self._of.pop(key, ("", ())))
 
     def share(self, tenant: str, now_ms: int) -> float:
         """Of all places; 0 where nobody else wants any."""
@@ -78,6 +81,13 @@ class Tenants:
         """For people: who holds how many where, the `most` that hold the most."""
         held = sorted(self._known.items(), key=lambda item: (-item[1].held.total(), item[0]))
         return {name: dict(known.held) for name, known in held[:most] if known.held}
+
+    def _give_back(self, tenant: str, instances: Sequence[InstanceId]) -> None:
+        for instance in instances:
+            held = self._known[tenant].held
+            held[instance] -= 1
+            if not held[instance]:
+                del held[instance]
 
     def _forget(self) -> None:
         """The longest silent half of those that hold nothing."""
