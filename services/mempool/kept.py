@@ -48,6 +48,9 @@ class Kept:
         self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
         self._timer: asyncio.TimerHandle | None = None
         self._restore_pause_s = RESTORE_INTERVAL_S
+        self._lacks = (
+            False  # the keeper came back and has not got everything: it was full, or descriptors were short
+        )
         self._watches = False
         self._watched: tuple[int, int] | None = None  # connection number and descriptor under a reader
 
@@ -68,6 +71,8 @@ class Kept:
         """Have a reader on the connection that there is. A call may have ended one, and made another."""
         if not self._watches:
             return
+        if self._lacks:
+            self._restore_later()
         loop = asyncio.get_running_loop()
         now = (self.client.num_reconnects, self.client.fileno()) if self.client.connected else None
         if now == self._watched:
@@ -79,7 +84,7 @@ class Kept:
         if now is not None:
             loop.add_reader(now[1], self._gone)
             if now[0]:
-                log.info("keeper_restored", num_reconnects=now[0])
+                log.info("keeper_restored", num_reconnects=now[0], has_everything=not self._lacks)
         else:
             self._restore_later()
 
@@ -203,15 +208,18 @@ class Kept:
     # -- a keeper that comes back ---------------------------------------------------------------------
 
     def _hand_over_all(self, _client: KeeperClient) -> None:
+        """Processes first: a successor that finds a space must know of all that may still write there."""
+        self._lacks = True
         takeover.keep_myself(self.client, "mempool")
+        for pid, (pidfd, meta) in self._processes.items():
+            takeover.keep_process(self.client, pid, pidfd, meta)
         for number, (memory, meta) in self._spaces.items():
             takeover.keep_space(self.client, name_of(number), memory, meta)
         for (number, rank), slabs in self._slabs.items():
             meta = self._spaces[number][1]
             count = num_slabs(meta.description, meta.num_pages, meta.pages_per_slab)
             self._keep_slabs(number, rank, slabs, count)
-        for pid, (pidfd, meta) in self._processes.items():
-            takeover.keep_process(self.client, pid, pidfd, meta)
+        self._lacks = False
 
     def _try(self, keep: Callable[[], None]) -> None:
         if not self.client.enabled:
@@ -237,22 +245,31 @@ class Kept:
 
     def _restore(self) -> None:
         self._timer = None
-        if self._watched is not None:  # a call was faster
+        if self._watched is not None and not self._lacks:  # a call was faster
             return
         began = time.monotonic()
         try:
-            is_back = self.client.restore()
+            is_back = self._hand_over_the_rest() if self._watched is not None else self.client.restore()
         except KeeperStale:
             raise
         except ClusterError as error:
-            log.info("keeper_not_back", code=error.code)
+            log.warning("not_kept", code=error.code, reason=error.message)
             is_back = False
         if is_back:
             self._restore_pause_s = RESTORE_INTERVAL_S
             self._watch_now()
             return
-        # a keeper that hangs holds the whole mempool up at each try; one that is gone costs nothing
+        # a keeper that hangs, or takes all but the last slabs, holds the whole mempool up at each try; one that is gone
+        # costs nothing
         was_waited_for = time.monotonic() - began >= RESTORE_INTERVAL_S
+        is_costly = was_waited_for or (self._lacks and self.client.connected)
         longer_s = min(2 * self._restore_pause_s, MAX_RESTORE_INTERVAL_S)
-        self._restore_pause_s = longer_s if was_waited_for else RESTORE_INTERVAL_S
+        self._restore_pause_s = longer_s if is_costly else RESTORE_INTERVAL_S
         self._restore_later()
+        self._watch_now()
+
+    def _hand_over_the_rest(self) -> bool:
+        """Everything again, over the connection that there is."""
+        self._hand_over_all(self.client)
+        log.info("keeper_has_everything")
+        return True

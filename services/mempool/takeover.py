@@ -32,7 +32,7 @@ from shared.kv.page import WORD_BYTES, PageState, unpack_word
 from shared.kv.page_table import HEADER_WORDS, TableHeader, file_bytes, read_header, table_bytes
 from shared.mempool.keeper_client import KeeperClient, KeeperStale, KeptRun
 from shared.observe.log import get_logger
-from shared.transport.unix_socket import close_fds
+from shared.transport.unix_socket import close_fds, opened
 from shared.wire import keeper as wire
 from shared.wire.codec import MALFORMED
 
@@ -253,8 +253,8 @@ def keep_process(client: KeeperClient, number: int, pidfd: int, meta: ProcessMet
 
 
 def keep_myself(client: KeeperClient, instance: str) -> None:
-    """So that the next mempool can see that this one is dead. Raises: as KeeperClient.keep."""
-    pidfd = os.pidfd_open(os.getpid())
+    """So that the next mempool can see that this one is dead. Raises: as KeeperClient.keep; OutOfDescriptors."""
+    (pidfd,) = opened(os.pidfd_open, [os.getpid()])
     try:
         keep_process(client, os.getpid(), pidfd, ProcessMeta(kind="mempool", instance=instance))
     finally:

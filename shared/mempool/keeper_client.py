@@ -110,7 +110,8 @@ class KeeperClient:
     def restore(self) -> bool:
         """Connect again after a loss and hand everything over. False: not now, try again in a while.
 
-        Never waits for a keeper that is not there. Raises: KeeperStale, KeeperFull.
+        Never waits for a keeper that is not there. Raises: KeeperStale; KeeperFull and other ResourceErrors of the
+        hand-over: connected then, and what was handed over before is kept.
         """
         if not self.enabled:
             return True

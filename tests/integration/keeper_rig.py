@@ -25,7 +25,7 @@ META = SpaceMeta(description=DESCRIPTION, num_pages=NUM_PAGES, page_bytes=PAGE_B
 
 
 class KeeperProcess:
-    """`python -m services.mempool.keeper`; start() again after kill()."""
+    """`python -m services.mempool.keeper`; start() again after kill(), perhaps with more flags."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.socket = folder / "keeper.sock"
@@ -36,12 +36,12 @@ class KeeperProcess:
         self._peers: list[RawPeer] = []
         self.start()
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "services.mempool.keeper"),
-                    *("--socket", str(self.socket), "--expected-fds", "1", *self._flags),
+                    *("--socket", str(self.socket), "--expected-fds", "1", *self._flags, *more),
                 ],
                 stderr=log,
                 cwd=ROOT,

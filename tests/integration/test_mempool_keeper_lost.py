@@ -4,15 +4,17 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import pytest
 
 from services.mempool import kept as kept_module
 from services.mempool import takeover
 from services.mempool.kept import Kept, name_of
 from services.mempool.memory import PoolMemory
+from services.mempool.slabs import KeptSlabs
 from shared.ids import Epoch
 from shared.kv.page import PageState, pack_word
-from shared.transport.unix_socket import close_fds
+from shared.transport.unix_socket import OutOfDescriptors, close_fds
 from tests.integration.keeper_rig import META, NUM_PAGES, PAGE_BYTES, KeeperProcess
 
 GENERATION = Epoch(1_000)
@@ -38,6 +40,37 @@ def keep_me(kept: Kept) -> None:
     pidfd = os.pidfd_open(os.getpid())
     kept.process(os.getppid(), pidfd, "engine", "prefill-0")
     os.close(pidfd)
+
+
+def kept_now(kept: Kept) -> dict[str, dict[str, int]]:
+    return {run.space: run.num_fds for run in kept.client.list_spaces()}
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  the condition is another object's state
+            await asyncio.sleep(0.01)
+
+
+ON_GPU = msgspec.structs.replace(META, pages_per_slab=1)
+
+
+@pytest.fixture
+def slabs():
+    made = KeptSlabs([os.memfd_create(f"slab{n}") for n in range(NUM_PAGES)], "cuda:0", PAGE_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def on_gpu(kept, slabs):
+    """A space of one rank, and the engine that works there."""
+    memory = PoolMemory(NUM_PAGES, PAGE_BYTES, GENERATION, table_only=True)
+    kept.space(memory, ON_GPU)
+    kept.slabs(ON_GPU.number, 0, "cuda:0", slabs, NUM_PAGES)
+    keep_me(kept)
+    yield memory
+    memory.close()
 
 
 async def restored(kept: Kept, times: int) -> None:
@@ -114,3 +147,53 @@ async def test_a_successor_hears_whether_newcomers_are_owed_what_a_space_lacks(k
         close_fds([found.page_fd])
     assert heard == [True, False]
     memory.close()
+
+
+@pytest.mark.parametrize("call_meets_it_first", [False, True])
+async def test_a_keeper_without_room_for_all_slabs_still_knows_every_process(
+    keeper, kept, on_gpu, call_meets_it_first
+):
+    """It had the space whole where that is small, and no process: a successor would free pages under an engine."""
+    keeper.process.kill()
+    keeper.process.wait()
+    if not call_meets_it_first:
+        await asyncio.sleep(0.05)
+    keeper.start("--max-fds", str(NUM_PAGES))
+    if call_meets_it_first:
+        keep_me(kept)
+    await restored(kept, 1)
+    assert kept_now(kept) == {"processes": {"process": 2}, "pages": {"table": 1}}
+    pidfd = os.pidfd_open(os.getpid())
+    kept.process(1, pidfd, "rank", "prefill-0")
+    os.close(pidfd)
+    assert kept_now(kept)["processes"] == {"process": 3}, "over the same connection"
+    assert kept.client.num_reconnects == 1
+
+
+@pytest.mark.parametrize("call_meets_it_first", [False, True])
+async def test_what_could_not_be_handed_over_follows_by_itself(
+    keeper, kept, on_gpu, slabs, call_meets_it_first, monkeypatch
+):
+    monkeypatch.setattr(kept_module, "RESTORE_INTERVAL_S", 0.02)
+    kept._restore_pause_s = 0.02
+    export, lacks = slabs.export, [2]
+
+    def exported(slab: int) -> int:
+        if lacks[0]:
+            lacks[0] -= 1
+            raise OutOfDescriptors("none are left for a moment")
+        return export(slab)
+
+    monkeypatch.setattr(slabs, "export", exported)
+    keeper.process.kill()
+    keeper.process.wait()
+    if not call_meets_it_first:
+        await asyncio.sleep(0.05)
+    keeper.start()
+    if call_meets_it_first:
+        keep_me(kept)
+        assert lacks == [1]
+    await until(lambda: not lacks[0] and not kept._lacks)
+    whole = {"processes": {"process": 2}, "pages": {"table": 1, "cuda-page": NUM_PAGES}}
+    assert kept_now(kept) == whole
+    assert kept.client.num_reconnects == 1
