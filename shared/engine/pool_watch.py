@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from shared.engine.page_pool import PageBlockPool
@@ -19,14 +20,18 @@ from shared.ids import LeaseId
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.slab_unmaps import IDLE_S
+from shared.transport.unix_framing import MAX_MESSAGE_BYTES
 from shared.vital_thread import start_vital
-from shared.wire.mempool import HeldLease
+from shared.wire.mempool import HeldLease, Holding
 
 logger = logging.getLogger(__name__)
 
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
 SPARED_PAGES = 256  # asked for at once, at most, if the stock is to give them while a step runs: a prompt's
+MOST_HOLDING_BYTES = MAX_MESSAGE_BYTES - (
+    64 << 10
+)  # the rest of Attach is less than that; a sealed page takes 80
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 
 
@@ -81,7 +86,9 @@ class PoolWatch:
                 return
             leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
             try:
-                if self.quota.reattach(self.pages.holding(leases)):
+                holding = self.pages.holding(leases)
+                _check_size(holding)
+                if self.quota.reattach(holding):
                     logger.warning("attached to the mempool's successor with all pages")
             except ResourceError as error:
                 logger.critical("the engine must begin anew: %s", error.message)
@@ -95,4 +102,14 @@ class PoolWatch:
         owned = [self.pages.own(block) for block in blocks]
         return HeldLease(
             lease_id=lease_id, pages=u32_bytes(p for p, _ in owned), epochs=u64_bytes(e for _, e in owned)
+        )
+
+
+def _check_size(holding: Holding) -> None:
+    """Raises: ResourceError where one message cannot say all of it."""
+    num_bytes = len(msgspec.msgpack.encode(holding))
+    if num_bytes > MOST_HOLDING_BYTES:
+        raise ResourceError(
+            f"{len(holding.sealed_pages) // 4} sealed pages take {num_bytes} bytes to report, a message takes "
+            f"{MOST_HOLDING_BYTES}: this engine cannot outlive its mempool with so many; larger blocks make fewer"
         )

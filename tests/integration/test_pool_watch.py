@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from shared.engine import pool_watch
 from shared.engine.pool_watch import PoolWatch
 from shared.mempool.slab_unmaps import IDLE_S
 from shared.vital_thread import EXIT_BUG
+from shared.wire.mempool import Holding
 
 PATIENCE_S = 10.0
 
@@ -78,6 +80,28 @@ def test_many_pages_are_the_next_steps_to_give_as_this_one_would_take_longer():
     watch.stock = watch.quota.num_asked = pool_watch.SPARED_PAGES + 1
     assert not watch._spare()
     assert not watch.given
+
+
+def test_an_engine_with_more_pages_than_it_can_report_begins_anew_at_once_and_says_why(monkeypatch, caplog):
+    """It said "not back yet" for ever, and was killed for its silence."""
+    pages = pool_watch.MOST_HOLDING_BYTES // 80 + 1
+    hashes = bytes(32 * pages)
+    holding = Holding(
+        sealed_pages=hashes[: 4 * pages], sealed_epochs=hashes[: 8 * pages], sealed_hashes=hashes,
+        sealed_parents=hashes, sealed_valid_tokens=hashes[: 4 * pages],
+    )  # fmt: skip
+    watch = Watch()
+    watch.leases, watch._ended_leases = {}, deque()
+    watch.quota = SimpleNamespace(lost=True, reattach=lambda holding: True)  # type: ignore[assignment]
+    watch.pages = SimpleNamespace(absorb=lambda: None, holding=lambda leases: holding)  # type: ignore[assignment]
+    ended: list[int] = []
+    monkeypatch.setattr(pool_watch.os, "_exit", ended.append)
+    PoolWatch._answer_pool(watch)
+    assert ended == [pool_watch.EXIT_MEMORY_LOST]
+    assert f"{pages} sealed pages" in caplog.text
+    holding = Holding(sealed_pages=hashes[:4])
+    PoolWatch._answer_pool(watch)
+    assert len(ended) == 1
 
 
 def test_an_engine_that_cannot_hear_the_mempool_by_a_bug_ends(monkeypatch):

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from services.mempool.core import supply
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch
+from shared.ids import Epoch, InstanceId
 from shared.kv.page import PageState, sealed_word
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
@@ -257,6 +258,27 @@ def test_impossible_messages_end_the_connection_and_change_nothing(message):
     assert pool.counts() == {"granted": 2}
 
 
+LAYER_MAJOR = msgspec.structs.replace(DESCRIPTION, layout="layer-major", block_bytes=2 << 20)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 1},
+        {"rank": -1},
+        {"description": LAYER_MAJOR, "device": "cuda:00", "capacity_bytes": 1 << 28},
+        {"description": msgspec.structs.replace(LAYER_MAJOR, num_layers=-1)},
+    ],
+)
+def test_a_rank_that_no_engine_has_is_refused_before_there_is_memory(fields):
+    """It ended the mempool: its slabs were counted per page by none, or kept under a number beyond the ranks."""
+    pool = Harness()
+    attach = wire.Attach(kind="rank", instance=InstanceId("x"), **{"description": DESCRIPTION} | fields)
+    with pytest.raises(PeerProtocolError):
+        pool.pool.on_attach(1, 1, attach, 0)
+    assert pool.pool.memory is None
+
+
 def test_clients_may_not_speak_as_engines_and_nobody_before_attach():
     pool = Harness()
     pool.client(1)
@@ -266,6 +288,15 @@ def test_clients_may_not_speak_as_engines_and_nobody_before_attach():
         pool.say(7, wire.StatusCall(call_id=1))
     with pytest.raises(PeerProtocolError):
         pool.engine(8, description=None)
+
+
+def test_what_an_engine_is_granted_at_once_comes_in_messages_that_can_be_sent(monkeypatch):
+    monkeypatch.setattr(supply, "PAGES_PER_GRANT", 3)
+    pool = Harness(num_pages=8)
+    pool.engine(1, quota=7)
+    grants = [message for message in pool.sent[1] if isinstance(message, wire.Granted)]
+    assert [len(message.pages) // 4 for message in grants] == [3, 3, 1]
+    assert len({page for page, _ in pool.granted[1]}) == 7
 
 
 def test_negative_or_huge_demands_are_bounded_by_the_quota():

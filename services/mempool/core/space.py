@@ -87,10 +87,14 @@ def label_of(device: str) -> str:
 
 
 def described(message: Attach) -> EngineDescription:
-    """Of an engine or a rank. Raises: PeerProtocolError when it does not say what a block is."""
+    """Of an engine or a rank. Raises: PeerProtocolError when it does not say what a block is, or which of its ranks."""
     description = message.description
     if description is None or description.block_bytes <= 0 or description.block_tokens <= 0:
         raise PeerProtocolError(f"an {message.kind} describes itself, with block_bytes and block_tokens")
+    if description.layout == "layer-major" and description.num_layers < 1:
+        raise PeerProtocolError(f"a layer-major block of {description.num_layers} layers")
+    if not 0 <= message.rank < description.num_ranks:
+        raise PeerProtocolError(f"rank {message.rank} of an engine with {description.num_ranks}")
     if label_of(message.device) in (DRAM_LABEL, LOAN_LABEL):
         raise PeerProtocolError(f"device {message.device!r} is the mempool's own")
     return description

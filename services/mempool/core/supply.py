@@ -18,6 +18,7 @@ from services.mempool.core.space import Memory
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire import mempool as wire
 
+PAGES_PER_GRANT = 1 << 20  # 12 MiB of a message, which takes 32
 UNPINNED_AT_ONCE = 64  # blocks of an engine: behind each, all of a prompt before it may go
 ASK_AGAIN_MS = 100  # what requests used then may be only cached by now, and who had pages may lack some
 
@@ -58,8 +59,9 @@ class Supply(ABC):
             self._fill(claim, memory)
         for connection, granted in memory.engines.serve(self._make_room).items():
             self.counters["pages_granted"] += len(granted)
-            pages, epochs = zip(*granted, strict=True)
-            self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
+            for first in range(0, len(granted), PAGES_PER_GRANT):
+                pages, epochs = zip(*granted[first : first + PAGES_PER_GRANT], strict=True)
+                self._send(connection, wire.Granted(pages=u32_bytes(pages), epochs=u64_bytes(epochs)))
         self._ask_for_cached(memory)
 
     def _ask_for_cached(self, memory: Memory) -> None:
