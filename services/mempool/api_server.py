@@ -114,7 +114,14 @@ class ApiServer:
     def _hello(self, connection: UnixConnection[wire.FromMempoolApi], hello: wire.ApiHello) -> None:
         if self._pool.api.knows(connection.state):
             raise PeerProtocolError("a second hello")
-        self._pool.api.connect(connection.state, hello, self._processes.number_of(connection))
+        process = self._processes.number_of(connection)
+        if (
+            process is None
+        ):  # it may map pages: without its pidfd nobody could tell when it writes them no more
+            log.warning("caller_refused", code="peer.credentials", pid=connection.peer.pid)
+            connection.close()
+            return
+        self._pool.api.connect(connection.state, hello, process)
         log.info(
             "caller_connects", connection=connection.state, pid=connection.peer.pid,
             peer_instance=hello.instance, receives=hello.receives,

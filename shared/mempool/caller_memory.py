@@ -24,6 +24,7 @@ from shared.errors import ClusterError, PeerProtocolError, ResourceError
 from shared.ids import InstanceId, SpaceId
 from shared.kv.page_table import HEADER_WORDS, TableHeader, read_header, table_bytes
 from shared.kv.words import u32_bytes, u32_list
+from shared.mempool.rank_memory import passes
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
@@ -270,7 +271,7 @@ class CallerMemory:
                 reply, _, fds = link.call(self._attach, timeout_ms=CALL_TIMEOUT_MS)
                 close_fds(fds)
                 if isinstance(reply, wire.AttachRefused):
-                    return True
+                    return not passes(reply)
             reply, _, fds = link.call(wire.Detach(), timeout_ms=CALL_TIMEOUT_MS)
             close_fds(fds)
             return isinstance(reply, Detached)

@@ -20,6 +20,7 @@ from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, LeaseId, PageId
 from shared.kv.layout import EngineDescription
 from shared.kv.page_table import TableHeader
 from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
+from shared.mempool.rank_memory import passes
 from shared.transport.unix_blocking import BlockingUnixLink
 from shared.transport.unix_socket import close_fds
 from shared.wire import mempool as wire
@@ -115,7 +116,7 @@ class PageQuota:
         return self.header
 
     def reattach(self, holding: wire.Holding) -> bool:
-        """Once, after a loss: report to the mempool's successor what this engine has. False: nobody is there yet.
+        """After a loss: report to the mempool's successor what this engine has. False: not now, try again in a while.
 
         Call with everything that was granted taken (take_granted), and nothing else going on.
         Raises: ResourceError when this engine's memory, or what it holds, is not the successor's: begin anew.
@@ -127,7 +128,9 @@ class PageQuota:
             reply, _, fds = link.call(attach, timeout_ms=ATTACH_TIMEOUT_MS)
             close_fds(fds)
         except ClusterError as error:
-            logger.info("mempool %s: not back yet: %s", self._path, error)
+            reply = error
+        if isinstance(reply, ClusterError) or passes(reply):
+            logger.info("mempool %s: not back yet: %s", self._path, reply)
             link.close()
             return False
         if not isinstance(reply, wire.Attached):

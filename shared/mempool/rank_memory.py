@@ -29,6 +29,8 @@ from shared.wire.mempool_far import FarMapped, MapFar, UnmapFar
 ATTACH_TIMEOUT_MS = 30_000  # the first one makes the pool create its memory
 SLABS_PER_CALL = 128
 RETRY_S = 0.05
+REFUSED_RETRY_S = 0.5
+PASSING_REFUSALS = frozenset({"descriptors.exhausted", "pages.exhausted", "peer.credentials"})
 CONTEXT_BYTES = 640 << 20  # of the mempool's own CUDA context, which an engine's share of its GPU has to hold
 _NO_EPOCH = Epoch(0)
 
@@ -43,6 +45,11 @@ def pages_bytes(found_bytes: int) -> int:
             "context takes of them: set a larger kv_cache_bytes, or a larger gpu_memory_utilization"
         )
     return found_bytes - CONTEXT_BYTES
+
+
+def passes(reply: object) -> bool:
+    """Whether this answer to Attach is a refusal for want of what may be there in a moment: attach again."""
+    return isinstance(reply, wire.AttachRefused) and reply.code in PASSING_REFUSALS
 
 
 class SlabUser(Unmapper, Protocol):
@@ -200,8 +207,12 @@ class RankMemory:
                     time.sleep(RETRY_S)
                     continue
                 close_fds(fds)
-                if not isinstance(reply, wire.Attached):  # the engine learns of it too, and ends
+                if not isinstance(reply, wire.Attached):
                     link.close()
+                    if passes(reply):
+                        time.sleep(REFUSED_RETRY_S)
+                        continue
+                    logger.error("mempool %s refused this rank, whose engine ends: %s", self._path, reply)
                     return
                 self._link = link
                 self._life += 1

@@ -6,9 +6,11 @@ import logging
 import mmap
 import os
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from services.mempool import shell
@@ -20,9 +22,13 @@ from services.mempool.memory import PoolMemory
 from services.mempool.mover_layers import LayerMemory
 from services.mempool.outbox import Outbox
 from services.mempool.shell import MempoolShell
-from shared.errors import OutOfPages, ResourceError
-from shared.ids import Epoch, InstanceId
-from shared.mempool.rank_memory import CONTEXT_BYTES, pages_bytes
+from shared.errors import InstanceUnknown, OutOfPages, PeerGone, ResourceError
+from shared.ids import Epoch, InstanceId, SpaceId
+from shared.mempool import rank_memory
+from shared.mempool.api import MemPoolApi
+from shared.mempool.caller_memory import CallerMemory
+from shared.mempool.page_quota import PageQuota
+from shared.mempool.rank_memory import CONTEXT_BYTES, RankMemory, pages_bytes
 from shared.transport import unix_socket
 from shared.transport.clock import MonotonicClock
 from shared.transport.unix_channel import ACCEPT_PAUSE_S, UnixLink, UnixServer
@@ -32,7 +38,7 @@ from shared.vmm.interface import Op
 from shared.vmm.mapper import ThreadMapper
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller, CallerAttached
-from tests.unit.mempool_harness import DESCRIPTION
+from tests.unit.mempool_harness import DESCRIPTION, SEED
 
 ATTACHED = wire.Attached(boot_generation=Epoch(1), attachment=1)
 MATCHED = wire.Matched(call_id=9, num_blocks=0)
@@ -237,6 +243,107 @@ async def test_without_room_nobody_attaches_but_a_caller_that_says_it_copies_no_
     (attached,) = one._attach(connection, wire.Attach(kind="client", instance=InstanceId("e")))
     assert isinstance(attached.message, wire.Attached), "it needs none"
     one.close()
+
+
+async def test_a_caller_whose_death_nobody_could_tell_is_not_served(tmp_path, monkeypatch):
+    """It was, and when it left its pages were free while it might still copy into them."""
+    one = MempoolShell(
+        tmp_path / "m",
+        PoolLimits(capacity_bytes=1 << 20),
+        Epoch(1),
+        MonotonicClock(),
+        api_path=tmp_path / "a",
+    )
+    await one.start()
+    api = MemPoolApi(tmp_path / "a", InstanceId("c"), seed=SEED, block_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(one._processes, "number_of", lambda _: None)
+        await api.connect()
+        with pytest.raises(PeerGone):
+            await api.alloc_mem(1)
+    await api.connect()
+    with pytest.raises(InstanceUnknown):
+        await api.alloc_mem(1)
+    api.close()
+    one.close()
+
+
+# -- refused by a mempool's successor ------------------------------------------------------------------------
+
+
+class Link:
+    """To a mempool that answers each Attach as the test says."""
+
+    up = True
+
+    def __init__(self, answers: list[object]) -> None:
+        self._answers, self.num_sent, self.is_started = answers, 0, False
+
+    def connect(self) -> None:
+        pass
+
+    def call(self, _message, *, timeout_ms):
+        answer = self._answers.pop(0)
+        fds = [os.dup(0), os.dup(0)] if isinstance(answer, wire.Attached) else []
+        return answer, [], fds
+
+    def start(self) -> None:
+        self.is_started = True
+
+    def close(self) -> None:
+        self.is_started = False
+
+
+def answers(*codes: str) -> list[object]:
+    refused = [wire.AttachRefused(code=code, reason="") for code in codes]
+    return [msgspec.structs.replace(ATTACHED, memory_id=Epoch(1)), *refused]
+
+
+PASSING = ("descriptors.exhausted", "pages.exhausted", "peer.credentials")
+
+
+@pytest.mark.parametrize(("codes", "is_back"), [(PASSING, True), ((*PASSING[:1], "memory.replaced"), False)])
+async def test_a_rank_that_is_refused_for_what_may_pass_attaches_again(monkeypatch, tmp_path, codes, is_back):
+    """Its thread ended with the first refusal: the mempool killed it for its silence, or never served its engine."""
+    monkeypatch.setattr(rank_memory, "REFUSED_RETRY_S", 0.0)
+    said, links = [*answers(*codes), ATTACHED], []
+
+    def new_link(_self):
+        links.append(Link(said))
+        return links[-1]
+
+    monkeypatch.setattr(RankMemory, "_new_link", new_link)
+    memory = RankMemory(tmp_path / "m", InstanceId("e"), DESCRIPTION, 0)
+    others = set(threading.enumerate())
+    memory.stay_attached()
+    (thread,) = set(threading.enumerate()) - others
+    memory._down.set()
+    await until(lambda: links[-1].is_started and len(links) > 1 if is_back else not thread.is_alive())
+    assert len(said) == (0 if is_back else 1)
+    memory.close()
+
+
+def test_an_engine_that_is_refused_for_what_may_pass_does_not_begin_anew(monkeypatch, tmp_path):
+    said = [*answers(*PASSING), ATTACHED, *answers("memory.replaced")[1:]]
+    monkeypatch.setattr(PageQuota, "_new_link", lambda _self: Link(said))
+    quota = PageQuota(tmp_path / "m", InstanceId("e"), DESCRIPTION, 4)
+    quota.attach()
+    assert [quota.reattach(wire.Holding()) for _ in range(4)] == [False, False, False, True]
+    with pytest.raises(ResourceError, match="does not know this engine"):
+        quota.reattach(wire.Holding())
+
+
+def test_a_caller_that_has_left_says_so_until_it_is_heard():
+    memory = object.__new__(CallerMemory)
+    memory._listening, memory._quiet = False, lambda: None
+    memory._attach = AttachCaller(instance=InstanceId("c"), pages_of=InstanceId("e"), space=SpaceId(0))
+    said = answers(*PASSING, "memory.replaced")[1:]
+    told = []
+    while said:
+        memory._link = Link(said)  # pyright: ignore[reportAttributeAccessIssue]
+        memory._link.up = False
+        told.append(memory._tell_once())
+    assert told == [False, False, False, True]
 
 
 # -- the mapper without numba -----------------------------------------------------------------------------
