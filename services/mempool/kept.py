@@ -48,6 +48,8 @@ class Kept:
         self._processes: dict[int, tuple[int, takeover.ProcessMeta]] = {}  # pid -> own pidfd, meta
         self._timer: asyncio.TimerHandle | None = None
         self._restore_pause_s = RESTORE_INTERVAL_S
+        self._forgets_all = False  # what an earlier mempool left, and could not be taken over
+        self._found_dead: list[int] = []
         self._lacks = (
             False  # the keeper came back and has not got everything: it was full, or descriptors were short
         )
@@ -57,6 +59,7 @@ class Kept:
     def take_over(self) -> takeover.Takeover:
         """At start: what an earlier mempool left. Raises: takeover.TakeoverFailed."""
         found = takeover.take_over(self.client, self.client.generation)
+        self._forgets_all = found.is_given_up
         self._try(lambda: takeover.keep_myself(self.client, "mempool"))
         return found
 
@@ -177,6 +180,18 @@ class Kept:
         """A process that an earlier mempool had kept."""
         self._keep_process(pid, pidfd, meta)
 
+    def found_dead(self, pid: int, pidfd: int) -> None:
+        """As adopted(), but it is dead. Closes `pidfd`."""
+        os.close(pidfd)
+        self._found_dead.append(pid)
+
+    def forget_found_dead(self) -> None:
+        """No successor has to know of these any more: ranks that such an engine left have reported, or are dead."""
+        for pid in self._found_dead:
+            if pid not in self._processes:  # its number may be another's by now
+                self._try(lambda pid=pid: takeover.forget_process(self.client, pid))
+        self._found_dead.clear()
+
     def caller(self, pid: int, pidfd: int, called: Sequence[int]) -> None:
         """A process maps these spaces as a caller of the nine calls, or is about to, and no others so."""
         known = self._processes.get(pid)
@@ -200,6 +215,7 @@ class Kept:
         if self._timer is not None:
             self._timer.cancel()
         self._watches = False
+        self._found_dead.clear()
         if self._watched is not None:
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 asyncio.get_running_loop().remove_reader(self._watched[1])
@@ -210,6 +226,10 @@ class Kept:
     def _hand_over_all(self, _client: KeeperClient) -> None:
         """Processes first: a successor that finds a space must know of all that may still write there."""
         self._lacks = True
+        if self._forgets_all:
+            if names := self.client.forget_all():
+                log.error("kept_memory_forgotten", spaces=names)
+            self._forgets_all = False
         takeover.keep_myself(self.client, "mempool")
         for pid, (pidfd, meta) in self._processes.items():
             takeover.keep_process(self.client, pid, pidfd, meta)

@@ -1,7 +1,6 @@
 """The mempool's event loop: frames, deaths and time in, the pool decides, its actions out."""
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,7 +133,7 @@ class MempoolShell:
         dead: set[InstanceId] = set()  # of engines
         for one in found.processes:
             if one.dead:
-                os.close(one.pidfd)
+                self.kept.found_dead(one.number, one.pidfd)
                 dead.update([InstanceId(one.meta.instance)] if one.meta.kind == "engine" else [])
                 continue
             number = self._processes.adopt(one.number, one.pidfd)
@@ -144,8 +143,7 @@ class MempoolShell:
         bereft = dead - {InstanceId(one.instance) for one in members.values() if one.kind == "engine"}
         for space in found.adopted:
             self._adopt(space, members, bereft)
-        if found.adopted:
-            asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
+        asyncio.get_running_loop().call_later(REPORT_DEADLINE_S, self._end_silent)
 
     def _adopt(self, found: Adopted, members: dict[int, ProcessMeta], bereft: set[InstanceId]) -> None:
         meta = found.meta
@@ -169,6 +167,7 @@ class MempoolShell:
     def _end_silent(self) -> None:
         for number in sorted(self.pool.awaited()):
             self._processes.kill(abs(number), "silent")
+        self.kept.forget_found_dead()
 
     def close(self) -> None:
         """End every connection. Peers keep the memory that they mapped, and reconnect to the next mempool."""

@@ -118,11 +118,16 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What was found. Use `boot_generation` instead of the one asked for: it is above every epoch and fence."""
+    """What was found. Use `boot_generation` instead of the one asked for: it is above every epoch and fence.
+
+    `is_given_up`: the keeper did not answer, or this process may not open as many files as it keeps. Nobody can go on
+    with what it keeps then; processes that map such memory hold it until they begin anew.
+    """
 
     boot_generation: Epoch
     adopted: list[Adopted] = field(default_factory=list)
     processes: list[KeptProcess] = field(default_factory=list)
+    is_given_up: bool = False
 
 
 def take_over(
@@ -144,7 +149,8 @@ def take_over(
         except PeerError as error:
             if not isinstance(error, PeerTimeout) or time.monotonic() >= until_s:
                 log.warning("keeper_unreachable", reason=error.message)
-                return Takeover(generation)
+                client.close()
+                return Takeover(client.generation, is_given_up=True)
             log.warning("keeper_awaited", reason=error.message)
 
 

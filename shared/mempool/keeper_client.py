@@ -170,6 +170,13 @@ class KeeperClient:
         for kind in wire.KINDS:
             self.forget(space, kind, 0, 1 << 32)
 
+    def forget_all(self) -> list[str]:
+        """Of every space; their names. Raises: as forget()."""
+        names = [summary.space for summary in self.list_spaces()]
+        for name in names:
+            self.forget_space(name)
+        return names
+
     def fetch_space(self, space: str, kind: wire.Kind) -> list[KeptRun]:
         """Everything of one kind that is kept of a space, in page order. Runs have at most 253 descriptors.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,7 +117,9 @@ class UnixCaller(Generic[Out, In]):
                     raise PeerGone(f"{self.path} closed the connection")
                 for frames, num_fds in self._deframer.feed(data):
                     if num_fds != len(came):
-                        raise PeerProtocolError(f"{num_fds} fds announced, {len(came)} came")
+                        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                        reason = f"{num_fds} fds announced, {len(came)} came; RLIMIT_NOFILE is {soft} here (ulimit -n)"
+                        raise PeerProtocolError(reason)
                     _, reply, _ = self._into.unpack(frames)
                     undo.pop_all()
                     return reply, came

@@ -1,19 +1,32 @@
-"""A mempool whose keeper dies: noticed whoever notices first, and everything handed over to the next keeper."""
+"""A mempool whose keeper dies: noticed whoever notices first, and everything handed over to the next keeper.
+
+And what the keeper holds that is of no use any more: of processes that are dead, and what nobody could take over.
+"""
 
 import asyncio
+import functools
+import itertools
 import os
+import resource
 import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
 from services.mempool import kept as kept_module
+from services.mempool import shell as shell_module
 from services.mempool import takeover
+from services.mempool.core.actions import PoolLimits
 from services.mempool.kept import Kept, name_of
 from services.mempool.memory import PoolMemory
+from services.mempool.shell import MempoolShell
 from services.mempool.slabs import KeptSlabs
+from services.mempool.takeover import ProcessMeta
 from shared.ids import Epoch
 from shared.kv.page import PageState, pack_word
+from shared.transport.clock import MonotonicClock
 from shared.transport.unix_socket import OutOfDescriptors, close_fds
 from tests.integration.keeper_rig import META, NUM_PAGES, PAGE_BYTES, KeeperProcess
 
@@ -197,3 +210,79 @@ async def test_what_could_not_be_handed_over_follows_by_itself(
     whole = {"processes": {"process": 2}, "pages": {"table": 1, "cuda-page": NUM_PAGES}}
     assert kept_now(kept) == whole
     assert kept.client.num_reconnects == 1
+
+
+def leave(keeper, *, num_slabs: int = 0) -> None:
+    """What an earlier mempool kept: a space, and a living and a dead process."""
+    client = keeper.client(GENERATION)
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # its pid stays its own
+        for pid, kind in ((os.getppid(), "rank"), (dead.pid, "engine")):
+            pidfd = os.pidfd_open(pid)
+            takeover.keep_process(client, pid, pidfd, ProcessMeta(kind=kind, instance="prefill-0"))
+            os.close(pidfd)
+    if num_slabs:
+        memory = PoolMemory(NUM_PAGES, PAGE_BYTES, GENERATION, table_only=True)
+        takeover.keep_space(client, name_of(0), memory, ON_GPU)
+        fds = [os.memfd_create(f"slab{n}") for n in range(num_slabs)]
+        takeover.keep_slabs(client, name_of(0), 0, fds)
+        close_fds(fds)
+        memory.close()
+
+
+async def test_processes_that_died_while_no_mempool_ran_are_forgotten_when_their_ranks_have_reported(
+    keeper, tmp_path, monkeypatch
+):
+    """Each such pidfd stayed for good, and said at every later takeover that the instance had lost its engine."""
+    monkeypatch.setattr(shell_module, "REPORT_DEADLINE_S", 0.2)
+    leave(keeper)
+    kept = Kept(str(keeper.socket), Epoch(GENERATION + 1))
+    found = kept.take_over()
+    shell = MempoolShell(
+        tmp_path / "m",
+        PoolLimits(capacity_bytes=1 << 20),
+        found.boot_generation,
+        MonotonicClock(),
+        None,
+        kept,
+    )
+    shell.adopt(found)
+    assert kept_now(kept) == {"processes": {"process": 3}}, "the next one has to know of it, too"
+    await until(lambda: kept_now(kept) == {"processes": {"process": 2}})
+    shell.close()
+
+
+async def test_what_a_mempool_may_not_open_is_forgotten(keeper):
+    """The keeper held every allocation of a GPU for good, beside those of the engines' next start."""
+    leave(keeper, num_slabs=NUM_PAGES)
+    kept = Kept(str(keeper.socket), Epoch(GENERATION + 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, NUM_PAGES // 2, None)), hard))
+    try:
+        found = kept.take_over()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.adopted == []
+    assert kept_now(kept) == {"processes": {"process": 1}}, "its own"
+    kept.close()
+
+
+async def test_what_a_keeper_that_hung_could_not_hand_over_is_forgotten_when_it_answers(keeper, monkeypatch):
+    leave(keeper, num_slabs=NUM_PAGES)
+    monkeypatch.setattr(takeover, "take_over", functools.partial(takeover.take_over, patience_ms=0))
+    kept = Kept(str(keeper.socket), Epoch(GENERATION + 1))
+    kept.client._timeout_ms = 100
+    keeper.process.send_signal(signal.SIGSTOP)
+    found = kept.take_over()
+    keeper.process.send_signal(signal.SIGCONT)
+    assert found.adopted == []
+    kept.client._timeout_ms = 30_000
+    memory = PoolMemory(NUM_PAGES // 2, PAGE_BYTES, found.boot_generation)
+    kept.watch()
+    kept.space(memory, msgspec.structs.replace(META, num_pages=NUM_PAGES // 2))
+    await restored(kept, 1)
+    assert kept_now(kept) == {"processes": {"process": 1}, "pages": {"table": 1, "pages": 1}}
+    memory.close()
+    kept.close()

@@ -57,7 +57,9 @@ def test_a_mempool_knows_whose_engine_died_before_it_came():
     adopted: list[set[str]] = []
     rig = SimpleNamespace(
         _processes=SimpleNamespace(adopt=lambda number, pidfd: number),
-        kept=SimpleNamespace(adopted=lambda number, pidfd, meta: None),
+        kept=SimpleNamespace(
+            adopted=lambda number, pidfd, meta: None, found_dead=lambda number, pidfd: os.close(pidfd)
+        ),
         _adopt=lambda space, members, bereft: adopted.append(bereft),
         _end_silent=lambda: None,
     )

@@ -63,7 +63,7 @@ def raise_limit(settings: config.KeeperSettings, log: Log) -> int:
             expected=settings.expected_fds,
             advice=f"every GPU page takes one open file; set the hard limit to at least "
             f"{settings.expected_fds + RESERVED_FDS}: `ulimit -Hn`, LimitNOFILE= of systemd, or "
-            "ulimits.nofile of the keeper in compose. Host memory needs two per space and is not affected.",
+            "ulimits.nofile of keeper and mempool in compose. Host memory needs two per space and is not affected.",
         )
     return keepable
 
