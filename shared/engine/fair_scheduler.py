@@ -276,6 +276,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
                 self._end_wait(request_id)
                 self.fair_counts["times_resumed"] += self._parked.pop(request_id, None) is not None
                 self.swapper.forget(request_id)  # its blocks may have been leaving
+                if request_id in self._left_with:
+                    table = self._tables[request_id]
+                    assert not any(block.is_null for block in table), "a request runs without its blocks"
             end = request.num_computed_tokens  # vLLM counts this step's already
             self.slices.served(request_id, count, request.num_prompt_tokens - end)
             self.served[accounts[request_id].tenant] += count

@@ -185,16 +185,17 @@ class Absences:
     # -- what is answered -----------------------------------------------------------------------------
 
     def left(self, number: int, kept: bytes) -> tuple[Swap | None, list[int]]:
-        """Answer to leave(), probe() and again(). Returns: the swap, and positions of blocks that are kept elsewhere.
+        """Answer to leave(), probe() and again(). Returns: the swap, and positions of blocks that are away from now on.
 
-        A swap of which nothing is kept is over.
+        There are none after again(): what it asked about was away, and stays away until it comes. A swap of which
+        nothing is kept is over.
         """
         swap = self._asked.pop(number, None)
         if swap is None:
             return None, []
-        found = [p for p, is_kept in zip(swap.blocks, kept, strict=False) if is_kept]
         if swap.is_forgotten or swap.state is not SwapState.LEAVING:
-            return swap, found
+            return swap, []
+        found = [p for p, is_kept in zip(swap.blocks, kept, strict=False) if is_kept]
         self.num_leaving -= len(swap.blocks)
         swap.blocks = {position: swap.blocks[position] for position in found}
         if found:

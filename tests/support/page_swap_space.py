@@ -29,13 +29,21 @@ class SwapSpace:
         self.is_lent, self.now_ms = False, 0
         self._slots: dict[int, dict[int, list]] = defaultdict(dict)
         self._slots[0] = slots  # type: ignore[assignment]  # by page, as a dict would be asked
-        pools = {OWN: pool, DRAM: self._dram, LENT: self._lent}
-        self.swaps = Swaps(limits, pools, self._behind, count(1), lambda _: None)
+        self._pools = {OWN: pool, DRAM: self._dram, LENT: self._lent}
+        self.swaps = Swaps(limits, self._pools, self._behind, count(1), lambda _: None)
         self.copies: list[CopyPages] = []
         self._in_doubt: list[tuple[int, list[int]]] = []
 
     def _behind(self, _: int) -> list[int]:
         return [LENT, DRAM] if self.is_lent else [DRAM]
+
+    def inherit(self, dead: "SwapSpace") -> None:
+        """Host memory as an earlier mempool left it; nothing there is pinned any more."""
+        assert not dead.copies
+        for connection in {swap.connection for swap in dead.swaps._swaps.values()}:
+            dead.swaps.forget(connection)
+        self._dram = self._pools[DRAM] = dead._dram
+        self._slots[DRAM] = dead._slots[DRAM]
 
     def lend(self, num_pages: int) -> None:
         """Blocks may go to so many lent pages from now on, until want_back()."""

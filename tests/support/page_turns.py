@@ -19,6 +19,7 @@ def run_all() -> None:
         run_short_of_pages(depth=depth, v2_runner=v2_runner)
         run_by_the_rules_of_a_burst(depth=depth, v2_runner=v2_runner)
         run_lost_blocks(depth=depth, v2_runner=v2_runner)
+        run_kept_blocks(depth=depth, v2_runner=v2_runner)
         run_beside_leased_prompts(depth=depth, v2_runner=v2_runner)
     for depth, slice_steps, number in itertools.product((1, 2), (2, 4), (6, 9, 11)):
         run_short_of_pages_by_chance(number, depth=depth, slice_steps=slice_steps)
@@ -215,6 +216,33 @@ def run_lost_blocks(*, depth: int, v2_runner: bool) -> None:
     assert counts["swap_blocks_lost"] > 0, counts
     assert counts["recomputed_tokens"] > 0, counts
     assert not engine.scheduler.swapper.absences.all()
+
+
+def run_kept_blocks(*, depth: int, v2_runner: bool) -> None:
+    """The mempool dies and its successor still has what was in host memory: all of it comes back from there.
+
+    Found: the successor's word that it keeps them was taken for blocks that were about to leave, and their requests
+    went on with the null block in their places.
+    """
+    world = World("kept", 80, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "kept", depth=depth, v2_runner=v2_runner, slice_steps=4, swaps=True)
+    counts, absences = engine.scheduler.fair_counts, engine.scheduler.swapper.absences
+    _ask(engine, "whole")
+    while not any(s.state == "away" for s in absences.all()):
+        engine.turn()
+        world.pump()
+    world.lose_mempool()
+    engine.turn()
+    world.start_successor(keep_swapped=True)
+    engine.scheduler._answer_pool()
+    asked = {swap.request_id: len(swap.blocks) for swap in absences.all() if swap.state == "away"}
+    world.pump()
+    engine.scheduler.swapper.hear(engine.scheduler.requests)
+    assert {request_id: absences.num_away(request_id) for request_id in asked} == asked
+    _finish(engine)
+    assert counts["swap_blocks_lost"] == 0, counts
+    assert counts["swapped_in_blocks"] >= sum(asked.values()) > 0, counts
+    assert not absences.all()
 
 
 def run_weights() -> None:

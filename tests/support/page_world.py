@@ -248,16 +248,19 @@ class World:
         """It is gone, with everything on its way to it; what it had sent still arrives."""
         mempool, self.mempool = self.mempool, None
         self._last_words, self._memory_id = dict(mempool.words), mempool.pool.memory_id
+        self._last_swap = mempool.swap
         for connection, link in list(self.links.items()):
             for message in mempool.to_peer[connection]:
                 link.deliver(message)
             link.down()
         self.links.clear()
 
-    def start_successor(self, keep_memory: bool = True) -> None:
-        """With the pages as they are, or with others (the keeper was lost too)."""
+    def start_successor(self, keep_memory: bool = True, *, keep_swapped: bool = False) -> None:
+        """With the pages as they are, or with others (the keeper was lost too); host memory as it was, or empty."""
         self._boot = Epoch(self._boot + 1_000_000)
         self.mempool = _Boot(self, self._boot)
+        if keep_swapped:
+            self.mempool.swap.inherit(self._last_swap)
         if not keep_memory or not self._last_words:
             return
         words = [self._last_words.get(page, 0) for page in range(self.num_pages)]

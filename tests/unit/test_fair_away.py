@@ -79,6 +79,19 @@ def test_a_lost_mempool_leaves_what_was_leaving_here_and_is_asked_again_about_th
     assert book.may_come("r")
 
 
+@pytest.mark.parametrize("kept", [b"\1\1\1", b"\1\0\1"])
+def test_what_a_successor_still_keeps_is_away_until_it_comes(kept):
+    book = Absences()
+    left(book)
+    book.lost_pool()
+    swap = book.again("r", 3.0)
+    assert book.left(swap.number, kept) == (swap, [])  # nothing left just now: there is nothing to let go of
+    assert (book.state("r"), book.num_away("r")) == (SwapState.AWAY, 3)
+    assert not book.is_here("r")
+    assert book.come("r", 4.0) is swap
+    assert list(swap.blocks) == [0, 1, 2]
+
+
 def test_a_rate_is_measured_and_none_while_there_is_no_space():
     rate = SwapRate()
     assert rate.value(0.0) == 0.0
