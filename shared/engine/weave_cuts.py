@@ -36,10 +36,14 @@ class _Parts:
 
 
 class StepCuts:
-    """Args: choose: where a step with so many tokens is cut; None: nowhere."""
+    """`keeps_whole`: the step that is made now is not cut.
+
+    Args: choose: where a step with so many tokens is cut; None: nowhere.
+    """
 
     def __init__(self, choose: Callable[[int], TokenSplit | None]) -> None:
         self.choose = choose
+        self.keeps_whole = False
         self._now: _Parts | None = None
         self._layers: list[str] = []
         self._builders: list[Any] = []
@@ -94,7 +98,7 @@ class StepCuts:
         return CutStep(now.tokens, (contexts[0], contexts[1]))
 
     def _cut(self, whole: Any, common: Any) -> _Parts | None:
-        split = self.choose(common.num_actual_tokens)
+        split = None if self.keeps_whole else self.choose(common.num_actual_tokens)
         if split is None or common.causal is not True:
             return None
         starts = common.query_start_loc_cpu[: common.num_reqs + 1]

@@ -19,6 +19,7 @@ from shared.engine.weave_open import RanksCannot, open_fused, together
 from shared.engine.weave_restart import refuse
 from shared.engine.weave_settings import EXPERTS
 from shared.engine.weave_support import why_not_fused, why_not_woven
+from shared.engine.weave_tables import StepTables
 from shared.weave.smart_split import SmartSplit, SplitRules, TokenSplit
 from shared.weave.threshold import WeaveRule
 from shared.weave.tiles import DEFAULT_TILE
@@ -46,6 +47,7 @@ class HostedWeave:
         self.sums: FusedSums | None = None
         self.cuts: StepCuts | None = None
         self.forward: WovenForward | None = None
+        self._tables: StepTables | None = None
         self.rank = get_tp_group().rank_in_group
         self._close: Callable[[], None] = _nothing
         self._min_tokens = int(wanted["min_tokens"]) or NEVER
@@ -84,11 +86,18 @@ class HostedWeave:
         """Whether steps are cut by the tiles of the layers' products, which are to be found out."""
         return self.forward is not None and self.device.type != "cpu"
 
-    def watch(self, attn_groups: Any) -> None:
+    def watch(self, attn_groups: Any, block_tokens: int) -> None:
         """Once the cache is there."""
+        self._tables = StepTables(block_tokens)
         if self.cuts is not None and (reason := self.cuts.watch(attn_groups)):
             self._fall_back("steps are fused and stay whole", reason)
             self.forward = None
+
+    def hear(self, scheduler_output: Any) -> None:
+        """Before each step: it stays whole where a request in it reads what another one writes (weave_tables.py)."""
+        if self.cuts is not None and self.forward is not None:
+            assert self._tables is not None
+            self.cuts.keeps_whole = self._tables.reads_own_blocks(scheduler_output)
 
     def cut_by(self, tiles: Sequence[Tile]) -> None:
         """Of the products of a layer; one for all, or one each."""

@@ -34,7 +34,8 @@ class WeaveWorkerMixin:
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
         """vLLM's."""
         super().initialize_from_config(kv_cache_config)
-        self._woven.watch(self.model_runner.attn_groups)
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._woven.watch(self.model_runner.attn_groups, block_tokens)
 
     def compile_or_warm_up_model(self: Any) -> Any:
         """vLLM's; before it captures anything, it is found out where steps are cut, and from where on, if unset."""
@@ -43,6 +44,7 @@ class WeaveWorkerMixin:
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """vLLM's. The process ends when another rank is awaited in vain."""
+        self._woven.hear(scheduler_output)
         with self._peers.awaited():
             output = super().execute_model(scheduler_output)
         return self._peers.checked(output)

@@ -12,6 +12,7 @@ from shared.engine.weave_cuts import StepCuts
 from shared.engine.weave_layers import FusedNorm, FusedSums
 from shared.engine.weave_restart import StartsAnew
 from shared.engine.weave_settings import weave_arguments
+from shared.engine.weave_tables import StepTables
 from shared.engine.worker_config import WorkerSettings, for_role
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
 from shared.weave.smart_split import TokenSplit
@@ -346,6 +347,43 @@ def test_a_step_that_is_captured_is_never_cut():
     builder, cuts = watched(5)
     whole = builder.build_for_cudagraph_capture(common_of([12], [0]))
     assert cuts.take(context_of(whole), 12) is None
+
+
+def test_a_step_is_kept_whole_when_it_is_said_to():
+    builder, cuts = watched(5)
+    cuts.keeps_whole = True
+    assert cuts.take(context_of(builder.build(0, common_of([12], [0]))), 12) is None
+    cuts.keeps_whole = False
+    assert cuts.take(context_of(builder.build(0, common_of([12], [0]))), 12) is not None
+
+
+def step_of(new=(), going_on=(), resumed=(), finished=()):
+    """A SchedulerOutput. Of each request: (name, its blocks, tokens computed before, tokens of the step)."""
+    cached = [*going_on, *resumed]
+    return SimpleNamespace(
+        finished_req_ids=set(finished),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+            for name, blocks, computed, _ in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, *_ in cached], resumed_req_ids={name for name, *_ in resumed},
+            new_block_ids=[(blocks,) if blocks else None for _, blocks, *_ in cached],
+            num_computed_tokens=[computed for _, _, computed, _ in cached],
+        ),
+        num_scheduled_tokens={name: count for name, _, _, count in [*new, *cached]},
+    )  # fmt: skip
+
+
+def test_a_step_in_which_one_request_reads_what_another_computes_is_known():
+    reads = StepTables(4).reads_own_blocks
+    assert not reads(step_of(new=[("a", [1, 2, 3], 0, 10)]))
+    assert not reads(step_of(going_on=[("a", None, 10, 1)], new=[("b", [1, 2, 4], 8, 3)]))  # written before
+    assert reads(step_of(going_on=[("a", None, 11, 1)], new=[("c", [1, 2, 3, 5], 12, 1)]))  # a fills block 3
+    assert reads(step_of(new=[("d", [6, 7], 0, 8), ("e", [6, 7, 8], 8, 1)]))  # a prompt asked twice
+    assert not reads(step_of(going_on=[("c", None, 13, 1), ("d", [9], 8, 1), ("e", None, 9, 1)]))
+    assert reads(step_of(resumed=[("b", [1, 2, 10], 8, 4)], new=[("f", [1, 2, 10], 12, 1)], finished=["a"]))
+    assert reads(step_of(resumed=[("e", [6, 7, 8, 11], 12, 2)], going_on=[("d", None, 9, 1)])) is False
 
 
 def test_two_kinds_of_attention_are_not_cut():

@@ -34,8 +34,14 @@ def found():
 
 @pytest.mark.parametrize("mode", ["full", "fuse", "off"])
 def test_every_answer_equals_stock(found, mode):
-    assert found[mode]["crowd"] == found["stock"]
-    assert found[mode]["alone"] == found["stock"]
+    stock = {name: answer for name, answer in found["stock"].items() if not name.startswith("twin")}
+    assert found[mode]["crowd"] == stock
+    assert found[mode]["alone"] == stock
+
+
+@pytest.mark.parametrize("mode", ["full", "fuse", "off"])
+def test_who_finds_the_blocks_that_its_own_step_computes_says_what_stock_says(found, mode):
+    assert found[mode]["twins"] == {name: found["stock"][name] for name in found[mode]["twins"]}
 
 
 def test_full_computes_steps_in_two_parts_and_fuse_none(found):

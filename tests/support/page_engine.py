@@ -30,6 +30,7 @@ from shared.engine.fair_scheduler import AsyncFairPageScheduler, FairPageSchedul
 from shared.engine.page_scheduler import AsyncPageScheduler, PageScheduler
 from shared.engine.preempt_times import MAX_TIMES
 from shared.engine.preload import preload_architecture
+from shared.engine.weave_tables import StepTables
 from shared.kv.page import PageState
 from shared.mempool import page_quota
 from tests.support.page_world import SimLink, World, instance
@@ -178,6 +179,7 @@ class SimEngine:
         self.instance = instance(name, self.process)
         self.steps: deque[Step] = deque()
         self.rows: dict[str, Row] = {}
+        self.tables = StepTables(BLOCK_TOKENS)
         self.answers: dict[str, Answer] = {}
         config = copy.copy(_config())
         config.additional_config = {
@@ -234,6 +236,9 @@ class SimEngine:
             return
         output = self.scheduler.schedule()
         rows = self._rows_of(output)
+        reads = {block for row in rows for block in row.blocks[: row.start // BLOCK_TOKENS]}
+        writes = (r.blocks[r.start // BLOCK_TOKENS : -(-(r.start + r.count) // BLOCK_TOKENS)] for r in rows)
+        assert self.tables.reads_own_blocks(output) == any(not reads.isdisjoint(blocks) for blocks in writes)
         copies = [(c.src_block_id, c.dst_block_id) for c in output.kv_cache_block_copies or []]
         known = {block for pair in copies for block in pair}
         for row in rows:

@@ -3,8 +3,9 @@
 vLLM is imported once. Forked from here, one after another: stock vLLM with two ranks, then an engine in the pool's
 pages with two ranks and worker.weave = full. The same prompts are asked all at once, so that steps hold several
 requests, a prompt's chunk and decodes, and the cut goes through a request; and then one by one. OUT gets {"stock":
-answers, "full", "fuse", "off": {"crowd", "alone": answers, "counters": of the ranks}, "calibrated": twice, the
-threshold of each rank}.
+answers, "full", "fuse", "off": {"crowd", "alone", "twins": answers, "counters": of the ranks}, "calibrated": twice,
+the threshold of each rank}. The twins are one prompt asked twice at once: the second finds the first one's blocks in
+the step that computes them, and comes before it in the batch, as all who compute less do in vLLM's second runner.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from tests.support.stock_reference import run_cases  # isort: skip
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 LENGTHS = (3, 40, 77, 130, 301, 700)  # the last one is computed in chunks
+TWINS_TOKENS = 900  # in two chunks: the second request is there before the last one
 RANKS = 2
 MIN_TOKENS = 8
 OPTIONS = {"tensor_parallel_size": RANKS, "max_model_len": 1472, "max_num_batched_tokens": 512}
@@ -43,10 +45,27 @@ def cases() -> list[dict[str, Any]]:
     return [{"id": f"greedy-{n}", "prompt": [*stem[: n - 1], 5 + n], "params": greedy} for n in LENGTHS]
 
 
+def twins() -> list[dict[str, Any]]:
+    """See the module."""
+    rng = random.Random(8)
+    prompt = [rng.randrange(3, 4096) for _ in range(TWINS_TOKENS)]
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return [{"id": f"twin-{n}", "prompt": prompt, "params": greedy} for n in range(2)]
+
+
+def in_order_of_tokens(runner: Any, scheduler_output: Any) -> None:
+    """vLLM's GPUModelRunner._may_reorder_batch, in the order of its second runner."""
+    batch, counts = runner.input_batch, scheduler_output.num_scheduled_tokens
+    for i in range(batch.num_reqs):
+        least = min(range(i, batch.num_reqs), key=lambda j: counts[batch.req_ids[j]])
+        if least != i:
+            batch.swap_states(i, least)
+
+
 def stock(out: Path) -> None:
     die_with_parent()
     preload_architecture(str(MODEL))
-    found = run_cases(str(MODEL), cases(), distributed_executor_backend="mp", **OPTIONS)
+    found = run_cases(str(MODEL), cases() + twins(), distributed_executor_backend="mp", **OPTIONS)
     out.write_text(
         json.dumps({name: [c["token_ids"] for c in one["choices"]] for name, one in found.items()})
     )
@@ -57,6 +76,9 @@ def woven(socket: str, out: Path) -> None:
 
     Last, what pays is measured, and then read from what was kept.
     """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    GPUModelRunner._may_reorder_batch = in_order_of_tokens
     changes = {"weave": "full", "weave_min_tokens": MIN_TOKENS, "state_dir": str(out.parent), **OPTIONS}
     driver = Driver(settings(str(MODEL), socket, "woven-0", **changes))
     rpc = driver.engine._llm.collective_rpc
@@ -69,10 +91,11 @@ def woven(socket: str, out: Path) -> None:
             driver.seed = chain_seed("fingerprint", name)  # what one way computed is no other's prefix
             before = await rpc("quire_weave_counters")
             crowd = await driver.crowd(asked)
+            twice = await driver.crowd(twins())
             alone = {case["id"]: await driver.answer(case) for case in asked}
             after = await rpc("quire_weave_counters")
             grown = [{k: b[k] - a[k] for k in a} for a, b in zip(before, after, strict=True)]
-            found[name] = {"crowd": crowd, "alone": alone, "counters": grown}
+            found[name] = {"crowd": crowd, "alone": alone, "twins": twice, "counters": grown}
         found["calibrated"] = [await rpc("quire_weave_calibrate") for _ in range(2)]
         await driver.close()
         return found
