@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from shared.engine.block_hasher import given
 from shared.engine.preempt_times import note_preempted
-from shared.engine.swap_scheduler import SwapSchedulerMixin
+from shared.engine.swap_scheduler import SwapSchedulerMixin, has_prompt_rows
 from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns
 from shared.fair.elsewhere import Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room
@@ -127,8 +127,9 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         start: list[str] = []
         if self.slices.next_step(vacant=self._may_fill()):
             plan = self.slices.plan(self._room())
-            for request_id in plan.park:
-                self._park(self.requests[request_id])
+            for request in map(self.requests.__getitem__, plan.park):
+                if not has_prompt_rows(request):
+                    self._park(request)
             start = plan.start
         if self._swaps:
             self._park_for_growth()

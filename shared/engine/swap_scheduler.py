@@ -28,6 +28,15 @@ BEYOND_SHARE = 64
 STEP_WEIGHT = 0.2  # of the newest step, in the mean of their times
 
 
+def has_prompt_rows(request: Request) -> bool:
+    """Whether vLLM's runner keeps log probabilities of its prompt's first tokens, until it has those of all: the second
+    one forgets them with a request that is parked, so it keeps its slot as long.
+    """
+    params = request.sampling_params
+    wants = params is not None and params.prompt_logprobs is not None
+    return wants and 0 < request.num_computed_tokens < request.num_prompt_tokens
+
+
 class SwapSchedulerMixin(PageSchedulerMixin):
     """Uses FairSchedulerMixin's `slices`, `_parked`, `fair_counts`, `_park()`, `_drop()`, `_in_flight()`."""
 
@@ -173,6 +182,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             request.num_tokens - request.num_computed_tokens,
             request.num_computed_tokens + self.kv_cache_manager.ahead_tokens,
             len(self._tables.get(request.request_id, ())),
+            stays=has_prompt_rows(request),
         )
 
     def _chunk_tokens(self) -> int:

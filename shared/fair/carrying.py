@@ -27,12 +27,15 @@ class Begun(NamedTuple):
 
 
 class Grower(NamedTuple):
-    """One that runs. left_tokens: to compute, 1 for who decodes; end_tokens: that it has, and those mapped ahead."""
+    """One that runs. left_tokens: to compute, 1 for who decodes; end_tokens: that it has, and those mapped ahead.
+    stays: it cannot be parked now.
+    """
 
     request_id: str
     left_tokens: int
     end_tokens: int
     pages: int
+    stays: bool = False
 
 
 class Seen(NamedTuple):
@@ -89,16 +92,21 @@ def grow(
     most_tokens: int,
     may_park: bool,
 ) -> tuple[list[str], int]:
-    """(who would find no page in this step and gives its slot up, pages that the others need in it).
+    """(who would find no page in this step and gives its slot up, pages that the others need in it). Who cannot be
+    parked has its pages before the others.
 
     Args: most_tokens: of a request.
     """
     park, growth = [], 0
+    stay: list[tuple[Grower, int]] = []
+    others: list[tuple[Grower, int]] = []
     for one in running:
         new = max(1, min(one.left_tokens, step_tokens))
         step_tokens -= new if one.left_tokens > 1 else 0
         missing = -(-min(one.end_tokens + new, most_tokens) // page_tokens) - one.pages
-        if missing > free_pages and may_park:
+        (stay if one.stays else others).append((one, missing))
+    for one, missing in (*stay, *others):
+        if missing > free_pages and may_park and not one.stays:
             park.append(one.request_id)
         elif missing > 0:
             growth += missing

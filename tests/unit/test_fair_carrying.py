@@ -63,6 +63,15 @@ def test_who_finds_no_page_gives_its_slot_up_if_pages_can_leave_and_the_rest_hav
     assert growth == (1 if may_park else 4)
 
 
+def test_who_cannot_be_parked_has_its_page_before_the_others():
+    running = [Grower("a", 1, 16, 1), Grower("b", 40, 16, 1, stays=True), Grower("c", 1, 32, 2)]
+    assert grow(running, 1, 16, 16, most_tokens=1_000, may_park=True) == (["a", "c"], 1)
+    assert grow(running, 0, 16, 16, most_tokens=1_000, may_park=True) == (
+        ["a", "c"],
+        1,
+    )  # it is short all the same
+
+
 def test_nobody_grows_beyond_the_longest_request():
     assert grow([Grower("a", 1, 16, 1)], 0, 1, 16, most_tokens=16, may_park=True) == ([], 0)
 
