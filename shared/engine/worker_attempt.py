@@ -216,7 +216,9 @@ class Attempt:
             handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,
             traceparent=self._clock.span.traceparent,
             num_output_tokens=self.message.num_output_tokens,
-            handed_tokens=self.message.handoff.valid_tokens if self.message.handoff is not None else 0,
+            handed_tokens=min(self.message.handoff.valid_tokens, len(self._tokens))
+            if self.message.handoff is not None
+            else 0,
         )
         self.is_waiting = False
         is_first = True

@@ -223,7 +223,7 @@ class PromptPages:
             _log.warning("handoff_description_differs", handoff_id=handoff.handoff_id, source=handoff.source)
             return None
         block_tokens = self._description.block_tokens
-        valid = min(handoff.valid_tokens, len(prompt) // _TOKEN_BYTES)
+        valid = max(0, min(handoff.valid_tokens, len(prompt) // _TOKEN_BYTES))
         hashes = hash_blocks(seed, prompt[: valid * _TOKEN_BYTES], block_tokens)
         tail = prompt[len(hashes) * block_tokens * _TOKEN_BYTES : valid * _TOKEN_BYTES]
         if tail:

@@ -14,6 +14,7 @@ from shared.kv.block_hash import pack_tokens
 from shared.wire.handoff import HandoffState
 from shared.wire.requests import Failed, Finished, Generate, SamplingSpec, StructuredSpec
 from tests.support.control_plane import description
+from tests.unit.mempool_harness import DESCRIPTION
 
 PROMPT = list(range(1, 11))
 USE = KvUse(tokens_engine=1, tokens_pool=5, tokens_computed=4, blocks_moved=2, bytes_moved=128, queue_ms=3.0)
@@ -34,8 +35,10 @@ class Engine:
 
     def __init__(self, *deltas: EngineDelta) -> None:
         self.deltas = deltas
+        self.asked: list[Any] = []
 
     async def generate(self, request: Any):
+        self.asked.append(request)
         for delta in self.deltas:
             yield delta
         await asyncio.Event().wait()
@@ -57,18 +60,28 @@ class Outbox:
 
 async def run(*deltas: EngineDelta, stops: bool = False, **sampling: Any) -> list[Any]:
     """What the attempt says. `stops`: the gateway has enough with the first word of it."""
+    return await run_in(Engine(*deltas), stops=stops, **sampling)
+
+
+async def run_in(
+    engine: Engine, *, stops: bool = False, handoff: HandoffState | None = None, **sampling: Any
+) -> list[Any]:
+    """In this engine. `handoff`: with which a decode stage begins."""
     outbox = Outbox()
 
     async def nothing_held(*_: Any) -> None:
         return None
 
-    pages: Any = SimpleNamespace(usable=True, peer_address="", for_prompt=nothing_held)
+    pages: Any = SimpleNamespace(
+        usable=True, peer_address="", for_prompt=nothing_held, for_handoff=nothing_held
+    )
     context = AttemptContext(
-        instance=InstanceId("w"), settings=SimpleNamespace(max_deadline_ms=60_000), engine=Engine(*deltas),
+        instance=InstanceId("w"), settings=SimpleNamespace(max_deadline_ms=60_000), engine=engine,
         pages=pages, outbox=outbox, on_engine_died=pytest.fail, on_invariant_broken=pytest.fail,
     )  # type: ignore[arg-type]  # fmt: skip
     message = Generate(
-        request_id=RequestId("r"), attempt=1, stage="colocated", instance_epoch=Epoch(1),
+        request_id=RequestId("r"), attempt=1, stage="decode" if handoff else "colocated",
+        instance_epoch=Epoch(1), handoff=handoff,
         sampling=SamplingSpec(max_tokens=9, temperature=0, **sampling), deadline_ms=60_000,
     )  # fmt: skip
     task = asyncio.create_task(Attempt(context, b"gw", message, pack_tokens(PROMPT), PROMPT, 1).run())
@@ -156,3 +169,14 @@ async def test_a_request_that_the_engine_lets_go_may_be_tried_again():
     assert isinstance(failed, Failed)
     assert (failed.code, failed.retryable) == ("resource.error", True)
     assert failed.message.endswith(".")
+
+
+@pytest.mark.parametrize(("says", "handed"), [(6, 6), (10, 10), (37, 10)])
+async def test_a_hand_off_hands_over_no_more_than_the_prompt(says, handed):
+    """An engine looks for the hash of the block in which what was handed over ends."""
+    handoff = HandoffState(
+        handoff_id=HandoffId("h"), source=InstanceId("p"), description=DESCRIPTION, valid_tokens=says
+    )
+    engine = Engine(EngineDelta(0, [7], "length", request_done=True, kv_use=USE))
+    await run_in(engine, handoff=handoff)
+    assert [request.handed_tokens for request in engine.asked] == [handed]

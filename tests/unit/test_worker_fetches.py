@@ -142,6 +142,14 @@ async def test_hand_offs_that_did_not_come_in_time_are_measured(model_dir):
     assert rig.fetch_ms > 1_000.0
 
 
+async def test_a_hand_off_of_less_than_nothing_asks_for_nothing(model_dir):
+    rig = Rig(model_dir)
+    rig.pool.num_blocks = 3
+    assert await rig.pages.for_handoff(SEED, PROMPT, rig.handoff(FAR), "") is not None
+    less = msgspec.structs.replace(rig.handoff(FAR), valid_tokens=-1)
+    assert await rig.pages.for_handoff(SEED, PROMPT, less, "") is None
+
+
 async def test_an_answer_without_blocks_says_nothing_of_a_link(model_dir):
     """The holder had none, refused, or its prompt was not done: at once or when the time was over."""
     rig = Rig(model_dir)
