@@ -4,10 +4,12 @@ The mempool makes the memory, on the process's device, owns it, and is the only 
 gets the same descriptors as an engine's; which of the pages it may write is what it allocates (nine calls).
 """
 
+import contextlib
 from pathlib import Path
 
+from shared.errors import ResourceError
 from shared.ids import Epoch, InstanceId, SpaceId
-from shared.kv.layout import LENDER, EngineDescription
+from shared.kv.layout import LENDER, TENSORS, EngineDescription
 from shared.mempool.client import MempoolClient
 from shared.mempool.page_quota import PageQuota
 from shared.mempool.rank_memory import RankMemory, SlabUser
@@ -17,7 +19,7 @@ def describe(instance: str, page_bytes: int, layout: str, *, only_lends: bool = 
     """Pages of `page_bytes`, whose content is this instance's alone. `layout`: "token-major": an allocation each."""
     return EngineDescription(
         model="", fingerprint=f"aqua {instance}", dtype="bytes", layout=layout,
-        backend=LENDER if only_lends else "aqua",
+        backend=LENDER if only_lends else TENSORS,
         block_tokens=1, block_bytes=page_bytes, max_model_len=1,
     )  # fmt: skip
 
@@ -82,6 +84,14 @@ class OwnSpace:
     def let_memory_go(self) -> None:
         """This process maps none of the pages: the mempool may give their memory back to the device at any time."""
         self.memory.stay_attached(_MapsNothing())
+
+    def come_back(self) -> None:
+        """Behind let_memory_go(), once: a successor of the mempool hears that this process touches no page. Nothing
+        happens when none is there, or it has not the memory.
+        """
+        with contextlib.suppress(ResourceError):
+            if self._engine.reattach(None) and self._engine.header is not None:
+                self.header = self._engine.header
 
     def close(self) -> None:
         """The mempool drops the pages when this process has ended."""

@@ -7,6 +7,7 @@ import msgspec
 HOST_PAGE_BYTES = 4096  # memfd granularity
 CUDA_PAGE_BYTES = 2 << 20  # cuMemGetAllocationGranularity on H100 and H200 (facts.md)
 LENDER = "aqua-lender"  # backend of who has pages only to lend them
+TENSORS = "aqua"  # and of who has tensors there (shared/aqua)
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,11 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     def only_lends(self) -> bool:
         """Whether no block of its own ever lies in its pages: they are there to be lent (shared/aqua/lender.py)."""
         return self.backend == LENDER
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine works in the pages, which says what it holds to each successor of its mempool."""
+        return self.backend not in (LENDER, TENSORS)
 
     @property
     def content_key(self) -> str:

@@ -115,8 +115,9 @@ class PageQuota:
         self._link.start()
         return self.header
 
-    def reattach(self, holding: wire.Holding) -> bool:
-        """After a loss: report to the mempool's successor what this engine has. False: not now, try again in a while.
+    def reattach(self, holding: wire.Holding | None) -> bool:
+        """After a loss: report to the mempool's successor what this engine has; None: it touches no page at all.
+        False: not now, try again in a while.
 
         Call with everything that was granted taken (take_granted), and nothing else going on.
         Raises: ResourceError when this engine's memory, or what it holds, is not the successor's: begin anew.

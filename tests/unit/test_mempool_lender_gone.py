@@ -5,11 +5,15 @@ from msgspec.structs import replace
 
 from services.mempool.core.actions import ReleaseUnits
 from services.mempool.core.lifetimes import LENDER_IDLE_MS
+from services.mempool.core.space import Plan
+from shared.ids import InstanceId
 from shared.kv.layout import LENDER as ONLY_LENDS
+from shared.kv.layout import TENSORS
+from shared.kv.page import PageState, pack_word
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import DESCRIPTION, PAGE_BYTES
+from tests.unit.mempool_harness import BOOT, DESCRIPTION, PAGE_BYTES
 from tests.unit.test_mempool_lending import ABCD, LENDER, SELLER, Market
-from tests.unit.test_mempool_spaces import FRONT
+from tests.unit.test_mempool_spaces import FRONT, Spaces
 
 
 class LenderMarket(Market):
@@ -92,3 +96,44 @@ def test_an_engines_offers_stay_when_it_dies_for_who_reports_load_decides():
     for connection in (LENDER, 100 + LENDER):
         rig.closed(connection)
     assert rig.core.lending.loans.loans
+
+
+def successor(backend: str) -> Spaces:
+    """Of a mempool whose every page may be written: process 7 had the space, process 9 copied there as a caller."""
+    made = Spaces(num_pages=8)
+    words = [pack_word(BOOT, PageState.WRITING)] * 8
+    actions = made.core.adopt(
+        0, replace(DESCRIPTION, backend=backend), Plan(8, PAGE_BYTES, 1), words, b"", memory_id=BOOT, processes=[7, -9],
+        engines=[7], instances=[InstanceId("p")],
+    )  # fmt: skip
+    made.run(actions)
+    return made
+
+
+def pages(rig: Spaces) -> dict[str, int]:
+    return {state: count for state, count in rig.core.status().pages_by_state.items() if count}
+
+
+@pytest.mark.parametrize("backend", [ONLY_LENDS, TENSORS, "CPU_ATTN"])
+def test_only_engines_and_callers_are_ended_for_their_silence_and_the_pages_of_others_wait_for_them(backend):
+    """A process that once used shared/aqua has nothing to say, whatever it does now."""
+    after = successor(backend)
+    assert after.core.awaited() == ({7, -9} if backend == "CPU_ATTN" else {-9})
+    after.dead(9)
+    assert pages(after) == {"quarantined": 8}
+    after.dead(7)
+    assert pages(after) == {"free": 8}
+
+
+def test_the_pages_of_a_lender_that_says_that_it_touches_none_are_free_at_a_successor():
+    after = successor(ONLY_LENDS)
+    after.dead(9)
+    described = replace(DESCRIPTION, backend=ONLY_LENDS)
+    rank = wire.Attach(kind="rank", instance=InstanceId("p"), description=described, memory_id=BOOT)
+    after.run(after.core.on_attach(1, 7, rank, after.now_ms))
+    assert pages(after) == {"quarantined": 8}, "it lives, and may have an engine"
+    engine = wire.Attach(
+        kind="engine", instance=InstanceId("p"), description=described, works_in_pages=True, memory_id=BOOT
+    )
+    after.run(after.core.on_attach(2, 7, engine, after.now_ms))
+    assert pages(after) == {"free": 8}

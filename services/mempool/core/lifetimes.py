@@ -83,6 +83,15 @@ class Lifetimes(Attachments):
         ranks = engines.ranks.values() if engines is not None else ()
         return engines is not None and (bool(engines.attached) or any(r.instance != CALLER for r in ranks))
 
+    def owing(self) -> set[int]:
+        """Of those that are awaited: who must say what it holds soon.
+
+        A process that uses shared/aqua never does: its pages wait for its death, or until it attaches anew. A caller
+        (negative) says so itself, whatever it maps.
+        """
+        owes = self.memory is not None and self.memory.has_engine
+        return {process for process in self.awaited() if owes or process < 0}
+
     def is_first(self, process: int) -> bool:
         """Whether nobody works here, and this process never did: one that comes again was there when memory went."""
         if self.memory is None or self.releases is None:

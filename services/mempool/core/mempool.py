@@ -113,8 +113,8 @@ class Mempool(FromOutside):
         return actions
 
     def awaited(self) -> set[int]:
-        """Processes of an earlier mempool that have not said what they hold."""
-        return {number for pool in self.pools.values() for number in pool.awaited()}
+        """Processes of an earlier mempool that must say what they hold, and have not."""
+        return {number for pool in self.pools.values() for number in pool.owing()}
 
     def _new_pool(self, number: int | None = None) -> Pool:
         number = max(self.pools) + 1 if number is None else number

@@ -42,6 +42,7 @@ class Memory:
     # pages that copies read before they are sealed (layered.py), how often: whatever becomes of them, they stay mapped
     read_early: Counter[int] = field(default_factory=Counter)
     only_lends: bool = False  # no block of its own lies there (shared/aqua/lender.py)
+    has_engine: bool = True  # else a process that uses shared/aqua has it
 
     @property
     def is_dram(self) -> bool:
@@ -171,6 +172,7 @@ def _memory(
         num_layers=description.num_layers,
         layer_bytes=layer_bytes_of(description),
         only_lends=description.only_lends,
+        has_engine=description.has_engine,
     )
 
 
