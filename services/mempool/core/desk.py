@@ -16,7 +16,7 @@ from typing import Any
 from services.mempool.core.far_state import FarNeed, can_map, least_pages
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_budgets import LendingBudgets
-from services.mempool.core.load_reports import LoadReports
+from services.mempool.core.load_reports import LoadReports, bounded
 from services.mempool.core.loan_pool import may_lend
 from services.mempool.core.loan_state import LoanState
 from services.mempool.core.loans import LoanRefused
@@ -94,7 +94,7 @@ class Desk:
 
     def on_load(self, connection: int, instance: InstanceId, message: ReportLoad, now_ms: int) -> None:
         """An engine's front says how busy it is. One of a larger epoch takes the place of an earlier one."""
-        self._reports.hear(connection, instance, message, now_ms)
+        self._reports.hear(connection, instance, bounded(message), now_ms)
 
     def on_closed(self, connection: int) -> None:
         """It reports no more."""
@@ -289,7 +289,7 @@ class Desk:
             elif said.num_pages_in_use is None:
                 needed += round(said.kv_used_share * engine.num_pages)
             else:  # also what leases pin for it, which is none of its own pages
-                needed += max(0, said.num_pages_in_use)
+                needed += said.num_pages_in_use
             least += least_pages(engine, memory.engines)
         return Load(
             present_pages(memory.table) * unit, needed * unit, least * unit,

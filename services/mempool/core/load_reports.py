@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from shared.ids import InstanceId
+from msgspec.structs import replace
+
+from shared.ids import Epoch, InstanceId
+from shared.wire.lending_limits import MAX_COUNT
 from shared.wire.mempool_lending import ReportLoad
 
 
@@ -13,6 +16,23 @@ class LoadReport:
     message: ReportLoad
     at_ms: int
     connection: int
+
+
+def bounded(message: ReportLoad) -> ReportLoad:
+    """As a front could have said it: whoever reaches the socket can send any number, also none (NaN)."""
+    share, in_use = message.kv_used_share, message.num_pages_in_use
+    return replace(
+        message,
+        instance_epoch=Epoch(_count(message.instance_epoch)),
+        num_running=_count(message.num_running), num_waiting=_count(message.num_waiting),
+        num_arrived=_count(message.num_arrived), num_preempted=_count(message.num_preempted),
+        kv_used_share=min(1.0, share) if share > 0 else 0.0,
+        num_pages_in_use=None if in_use is None else _count(in_use),
+    )  # fmt: skip
+
+
+def _count(said: int) -> int:
+    return min(max(0, said), MAX_COUNT)
 
 
 class LoadReports(dict[InstanceId, LoadReport]):
