@@ -41,6 +41,7 @@ from shared.wire.mempool_lending import LendingDone
 POLL_S = 0.01
 # refusals behind which the offer may have been noted all the same, by a leader whose store failed then
 UNSURE = frozenset({"market.standby", "market.rebuilding", "journal.down", "journal.not_durable"})
+ENDED = frozenset({"offer.ended", "epoch.stale"})  # refusals of an offer that was in force
 log = get_logger("aqua.lender")
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class Lender:
         self._asked: tuple[OfferMemory, str] | None = None  # with its key; perhaps an offer
         self._offer: Offer | None = None
         self._lent_bytes = 0
+        self._is_shrinking = False  # a part was ordered back, and may not be home
         self._loop = LoopThread(f"lender-{settings.instance}")
         try:
             self._client, self._market = self._call(self._connect())
@@ -151,11 +153,11 @@ class Lender:
             started_s, deadline_ms = time.monotonic(), max(0, deadline_ms)
             page_bytes = self._own.page_bytes if self._own is not None else self._settings.page_bytes
             num_kept = max(0, keep_bytes) // page_bytes
-            if not num_kept:
-                self._clear(deadline_ms)
-            elif self._offer is not None and num_kept * page_bytes < self._lent_bytes:
-                shrink = self._shrink(self._offer, deadline_ms, num_kept, page_bytes)
-                self._call(shrink, deadline_ms / 1000)
+            offer, kept_bytes = self._offer, min(num_kept * page_bytes, self._lent_bytes)
+            if not num_kept or (offer is not None and offer.boot_generation != self._client.boot_generation):
+                self._clear(deadline_ms)  # what is on offer ends with its mempool
+            elif offer is not None and (self._is_shrinking or kept_bytes < self._lent_bytes):
+                self._call(self._shrink(offer, deadline_ms, kept_bytes, page_bytes), deadline_ms / 1000)
             return time.monotonic() - started_s
 
     def budget_bytes_per_s(self) -> int:
@@ -165,9 +167,21 @@ class Lender:
             return self._budget()
 
     def _budget(self) -> int:
-        offer = self._offer
-        answer = self._call(self._client.present(offer)) if offer is not None else None  # as before
+        answer = self._said_again()
         return answer.budget_bytes_per_s if isinstance(answer, LendingDone) else 0
+
+    def still_offered_bytes(self) -> int | None:
+        """Less than offered_bytes where the mempool began anew, or others took some back; None: it does not say now."""
+        with self._lock:
+            self._check_open()
+            answer = self._said_again()
+            if isinstance(answer, CallFailed):
+                return 0 if answer.code in ENDED else None
+            return answer.num_bytes if answer is not None else None
+
+    def _said_again(self) -> LendingDone | CallFailed | None:
+        """The mempool's answer to the offer, which is as before."""
+        return self._call(self._client.present(self._offer)) if self._offer is not None else None
 
     def market(self) -> MarketView | LendingRefused:
         """Who lends what to whom, as the coordinator sees it."""
@@ -181,7 +195,7 @@ class Lender:
         """Whatever is lent or may be, and the memory for it, comes back."""
         if self._offer is not None or self._asked is not None or self._has_memory:
             self._call(self._take_back(deadline_ms), deadline_ms / 1000)
-            self._lent_bytes = 0
+            self._lent_bytes, self._is_shrinking = 0, False
 
     def _take_memory(self, num_bytes: int) -> None:
         """The pages, and what this Lender gave back of them, or one before it of the same name."""
@@ -285,6 +299,8 @@ class Lender:
             await self._order(offer, deadline_ms)
             ask = AskReclaim(offer_id=offer.offer_id, producer=offer.producer, deadline_ms=deadline_ms)
             telling = asyncio.ensure_future(self._market.reclaim(ask))
+        if self._own is not None and self._own.boot_generation != self._client.boot_generation:
+            await asyncio.to_thread(self._own.come_back)  # a successor frees no page before it has heard so
         while leased := await self._leased_pages():
             if unsure is not None:  # it was taken, and only the coordinator knows its name
                 raise unsure
@@ -295,18 +311,16 @@ class Lender:
         if telling is not None and offer is not None:
             await self._tell(telling, offer)
 
-    async def _shrink(self, offer: Offer, deadline_ms: int, num_kept: int, page_bytes: int) -> None:
+    async def _shrink(self, offer: Offer, deadline_ms: int, kept_bytes: int, page_bytes: int) -> None:
         """The mempool does it; the coordinator hears of it by its next report, as a reclaim says how much less."""
-        await self._order(offer, deadline_ms, num_kept * page_bytes)
-        self._lent_bytes = num_kept * page_bytes
-        while True:
-            leased = await self._leased_pages()
-            if leased is None:  # the mempool began anew
-                return
-            if leased <= num_kept:
+        await self._order(offer, deadline_ms, kept_bytes)
+        self._lent_bytes, self._is_shrinking = kept_bytes, True
+        while (leased := await self._leased_pages()) is not None:  # None: the mempool began anew
+            if 0 <= leased * page_bytes <= kept_bytes:
+                await self._release(self._settings.most_bytes - kept_bytes)  # as much as nobody has
                 break
             await asyncio.sleep(POLL_S)
-        await self._release(self._settings.most_bytes - self._lent_bytes)  # as much as nobody has
+        self._is_shrinking = False
 
     async def _tell(self, telling: Awaitable[object], offer: Offer) -> None:
         """The mempool knows; of a coordinator that does not answer it is enough that its next report says it."""
@@ -333,12 +347,10 @@ class Lender:
             raise Overloaded(f"the mempool did not take the order: {answer.code}")
 
     async def _leased_pages(self) -> int | None:
-        """Of this process's space; None: the mempool has none such, as it began anew. One that does not answer says
-        nothing yet.
-        """
+        """Of this process's space; None: the mempool has none such, as it began anew; -1: it does not answer now."""
         status = await self._client.status()
         if status is None:
-            return 1
+            return -1
         for space in status.spaces:
             mine = self._own is not None and space.content_key == self._own.description.content_key
             if mine and space.number == self._space:

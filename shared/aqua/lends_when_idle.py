@@ -17,6 +17,7 @@ from shared.observe.log import get_logger
 
 LOOK_S = 0.02
 RETRY_MS = 1_000
+CHECK_MS = 1_000
 
 log = get_logger("aqua.lends_when_idle")
 
@@ -29,6 +30,8 @@ class Lends(Protocol):
     def reclaim(self, deadline_ms: int, keep_bytes: int = 0) -> float: ...
 
     def budget_bytes_per_s(self) -> int: ...
+
+    def still_offered_bytes(self) -> int | None: ...
 
     @property
     def offered_bytes(self) -> int: ...
@@ -53,7 +56,7 @@ class LendsWhenIdle:
         self._rules, self._producer = rules, Producer(rules)
         self._load: Load | None = None
         self._wanted: TakeBack | None = None  # not done yet
-        self._retry_at_ms = 0
+        self._retry_at_ms = self._check_at_ms = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lends-when-idle", daemon=True)
         self._thread.start()
@@ -72,6 +75,8 @@ class LendsWhenIdle:
                     self._lend(decision.length_bytes)
                 else:
                     self._wanted = decision
+            if self.lent_bytes and self._wanted is None and self._clock_ms() >= self._check_at_ms:
+                self._check()
             if self._wanted is not None and self._clock_ms() >= self._retry_at_ms:
                 self._take_back(self._wanted)
 
@@ -83,6 +88,18 @@ class LendsWhenIdle:
             self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
         else:
             self._producer.answered(self._clock_ms())
+
+    def _check(self) -> None:
+        """An offer ends without a decision of this object's where its mempool begins anew, or somebody asks the
+        coordinator to take it back. What is left of it comes home then, and can be offered again."""
+        self._check_at_ms = self._clock_ms() + CHECK_MS
+        try:
+            left_bytes = self._lender.still_offered_bytes()
+        except ClusterError as error:
+            log.info("lending_failed", decision="check", error=error.message)
+            return
+        if left_bytes is not None and left_bytes < self.lent_bytes:
+            self._wanted = TakeBack("mine", left_bytes, 0, "its mempool has less on offer")
 
     def _take_back(self, wanted: TakeBack) -> None:
         """Until it is done: a queue that grew and stays long is not decided about again.

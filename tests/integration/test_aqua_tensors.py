@@ -14,6 +14,7 @@ from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.lender import Lender
 from shared.aqua.tensor import AquaTensor
 from shared.errors import InvalidRequest, OutOfPages, Overloaded, PeerGone
+from tests.integration.keeper_rig import KeeperProcess
 from tests.integration.mempool_rig import ROOT, until
 from tests.support.aqua_rig import NUM_PAGES, PAGE_BYTES, AquaRig
 
@@ -238,3 +239,22 @@ def pages(rig, name: str) -> dict[str, int]:
     """Of a lender, by state."""
     (space,) = [s for s in rig.mempool.status()["spaces"] if s["devices"] == [f"cpu:{name}"]]
     return space["pages_by_state"]
+
+
+def test_what_a_lender_lent_comes_home_from_the_mempool_that_took_over_and_is_lent_again(tmp_path):
+    keeper = KeeperProcess(tmp_path)
+    rig = AquaRig(tmp_path, **{"keeper-socket": keeper.socket})
+    try:
+        with Lender(rig.lender()) as lender:
+            lend(lender, 8 * PAGE_BYTES)
+            until(lambda: leased(rig, "lender") == 8, "its pages are set aside")
+            rig.mempool.kill()
+            rig.mempool.start()
+            assert pages(rig, "lender")["quarantined"] == 8
+            until(lambda: lender.still_offered_bytes() == 0, "the offer ended with its mempool")
+            lender.reclaim(60_000, keep_bytes=4 * PAGE_BYTES)
+            assert pages(rig, "lender")["released"] == NUM_PAGES // 2, "its device has the memory"
+            assert lend(lender, 8 * PAGE_BYTES) == 8 * PAGE_BYTES
+    finally:
+        rig.close()
+        keeper.stop()

@@ -6,7 +6,7 @@ import pytest
 
 from shared.aqua import lender as module
 from shared.aqua.lender import Lender, LenderSettings
-from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PeerTimeout
+from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import Epoch, InstanceId, SpaceId
 from shared.lending.rules import DEFAULT_RULES
 from shared.wire import mempool as wire
@@ -30,6 +30,7 @@ class World:
         self.leased = 0  # pages that do not come back by themselves
         self.rate = 0  # that the mempool has measured
         self.deadlines_ms = []
+        self.coming = []  # what the next looks find of `leased`; None: no answer
 
     boot_generation = BOOT
 
@@ -85,10 +86,12 @@ class World:
         if how == "never":
             return None
         if isinstance(what, Offer):
+            if how == "stale":
+                return wire.CallFailed(call_id=1, code="epoch.stale", reason="")
             if how == "refused" or what.offer_id in self.closed:
                 return wire.CallFailed(call_id=1, code="offer.ended", reason="")
-            self.open[what.offer_id] = what.length_bytes
-            answer = LendingDone(call_id=1, num_bytes=what.length_bytes, budget_bytes_per_s=self.rate)
+            num_bytes = self.open.setdefault(what.offer_id, what.length_bytes)
+            answer = LendingDone(call_id=1, num_bytes=num_bytes, budget_bytes_per_s=self.rate)
         else:
             if what.offer_id not in self.open:
                 return wire.CallFailed(call_id=1, code="offer.unknown", reason="")
@@ -102,6 +105,11 @@ class World:
         return None if self.fails.pop("present", "") == "once" else answer
 
     async def status(self):
+        if self.coming:
+            found = self.coming.pop(0)
+            if found is None:
+                return None
+            self.leased = found
         leased = self.leased + sum(self.open.values()) // PAGE
         space = wire.SpaceStatus(
             number=self.space, content_key="mine", devices=[], num_pages=8, page_bytes=PAGE,
@@ -110,9 +118,10 @@ class World:
         return type("Status", (), {"spaces": [] if self.space is None else [space]})
 
     async def release_memory(self, num_bytes, *, wait_ms, space):
-        if space != self.space:
+        if space != self.space or self.fails.pop("release", ""):
             return None
-        self.memory_bytes -= min(num_bytes, self.memory_bytes - sum(self.open.values()))
+        lent_bytes = sum(self.open.values()) + self.leased * PAGE
+        self.memory_bytes -= min(num_bytes, self.memory_bytes - lent_bytes)
         return wire.MemoryChanged(call_id=1, num_bytes=num_bytes, released_bytes=0)
 
     async def regain_memory(self, num_bytes, *, wait_ms, space):
@@ -128,11 +137,12 @@ class Own:
     """OwnSpace, whose memory is there once it is attached."""
 
     world: World
+    boot_generation = BOOT
     description = type("Description", (), {"content_key": "mine"})
     page_bytes = PAGE
 
     def __init__(self, *_, **__):
-        self.world.memory_bytes = MOST
+        self.world.memory_bytes, self.world.own, self.came_back = MOST, self, False
         if self.world.space is None:
             self.world.space = SpaceId(5)
 
@@ -141,6 +151,9 @@ class Own:
 
     def let_memory_go(self):
         pass
+
+    def come_back(self):
+        self.came_back = True
 
     def close(self):
         pass
@@ -298,3 +311,52 @@ def test_a_part_is_taken_back_and_the_rest_stays_on_offer(world, lender):
         lender.lend(PAGE)
     lender.reclaim(0)
     assert (lender.offered_bytes, world.open, world.told()) == (0, {}, [])
+
+
+def test_a_part_whose_mempool_does_not_answer_is_not_home(world, lender):
+    lender.lend(4 * PAGE)
+    world.coming = [None, 3, None, 0]
+    lender.reclaim(0, keep_bytes=PAGE)
+    assert world.coming == [], "it looks until it has heard so"
+    assert world.memory_bytes == PAGE
+
+
+@pytest.mark.parametrize("failure", [PeerTimeout, OutOfPages])
+def test_a_part_that_did_not_come_home_is_taken_back_by_the_next_reclaim(world, lender, failure):
+    lender.lend(4 * PAGE)
+    if failure is OutOfPages:
+        world.fails = {"release": "once"}
+    else:
+        world.leased = 3
+        lender._settings = dataclasses.replace(lender._settings, timeout_ms=100)
+    with pytest.raises(failure):
+        lender.reclaim(0, keep_bytes=PAGE)
+    assert (world.memory_bytes, lender.offered_bytes) == (MOST // 2, PAGE)
+    lender._settings = dataclasses.replace(lender._settings, timeout_ms=60_000)
+    world.leased = 0
+    lender.reclaim(0, keep_bytes=3 * PAGE)
+    assert (world.memory_bytes, lender.offered_bytes) == (PAGE, PAGE), "it was asked for"
+
+
+def test_it_says_what_is_still_on_offer_when_others_took_some_back_or_the_mempool_began_anew(world, lender):
+    assert lender.still_offered_bytes() is None
+    lender.lend(4 * PAGE)
+    assert lender.still_offered_bytes() == 4 * PAGE
+    (offer_id,) = world.open
+    world.open[offer_id] = PAGE
+    assert lender.still_offered_bytes() == PAGE
+    for how, left in (("stale", 0), ("never", None)):
+        world.fails = {"present": how}
+        assert lender.still_offered_bytes() == left
+    world.fails = {}
+    world.closed.add(offer_id)
+    assert lender.still_offered_bytes() == 0
+
+
+def test_what_was_on_offer_is_over_when_another_mempool_has_the_pages(world, lender, monkeypatch):
+    lender.lend(4 * PAGE)
+    world.open.clear()
+    monkeypatch.setattr(World, "boot_generation", Epoch(8))
+    lender.reclaim(0, keep_bytes=2 * PAGE)
+    assert lender.offered_bytes == world.memory_bytes == 0
+    assert world.own.came_back, "else none of its pages is free there"

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from shared.aqua.lends_when_idle import LendsWhenIdle
 from shared.errors import PeerGone
 from shared.lending.rules import LendingRules
@@ -15,9 +17,13 @@ class FakeLender:
         self.happened = threading.Condition()
         self.refusals = 1
         self.rate = self.offered_bytes = 0
+        self.left_bytes = None  # of its offer, as its mempool says
 
     def budget_bytes_per_s(self):
         return self.rate
+
+    def still_offered_bytes(self):
+        return self.left_bytes
 
     def _note(self, *what):
         with self.happened:
@@ -33,7 +39,7 @@ class FakeLender:
         return num_bytes
 
     def reclaim(self, deadline_ms, keep_bytes=0):
-        self.offered_bytes = keep_bytes
+        self.offered_bytes, self.left_bytes = keep_bytes, None
         self._note("reclaim", deadline_ms, keep_bytes)
         return 0.5
 
@@ -87,3 +93,30 @@ def test_what_the_model_needs_itself_is_taken_back_and_the_rest_stays_lent():
     idle.close()
     assert lender.calls == [("lend", 1_000), ("reclaim", 700, 700), ("reclaim", 700, 400)]
     assert idle.lent_bytes == 400
+
+
+@pytest.mark.parametrize("left_bytes", [0, 400])
+def test_what_an_offer_that_ended_elsewhere_left_comes_home_and_all_is_offered_again(left_bytes):
+    lender, now_ms = FakeLender(), 0
+    lender.refusals = 0
+    rules = LendingRules(
+        threshold_bytes=0,
+        reserve_share=0.0,
+        steady_ms=0,
+        hold_ms=0,
+        silent_ms=3_600_000,
+        reclaim_deadline_ms=700,
+    )
+    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
+    idle.report(0, 0)
+    lender.wait(1)
+    lender.left_bytes = left_bytes
+    wanted = [("lend", 1_000), ("reclaim", 700, left_bytes), ("lend", 1_000)][: 2 if left_bytes else 3]
+    while len(lender.calls) < len(wanted):
+        now_ms += 500
+        idle.report(0, 0)
+        with lender.happened:
+            lender.happened.wait(0.02)
+    idle.close()
+    assert lender.calls == wanted
+    assert idle.lent_bytes == (left_bytes or 1_000)

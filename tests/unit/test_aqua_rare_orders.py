@@ -42,6 +42,9 @@ class SlowLender:
     def budget_bytes_per_s(self):
         return 0
 
+    def still_offered_bytes(self):
+        return None
+
     offered_bytes = 0
 
     def reclaim(self, deadline_ms, keep_bytes=0):
