@@ -15,7 +15,8 @@ class AquaSettings:
     page_bytes: a lender's pages are at least as large. On a GPU a multiple of 2 MiB.
     address_bytes: of all tensors together; 0: 64 times local_bytes.
     step_bytes: that one step() moves at most, or one tensor.
-    ttl_ms: of a loan that this process does not renew. every_ms: between two looks at the market.
+    ttl_ms: of a loan that this process does not renew; the coordinator's lease_ttl_ms at most.
+    every_ms: between two looks at the market.
     """
 
     socket: str

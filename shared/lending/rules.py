@@ -35,7 +35,7 @@ class LendingRules:
         borrow_bytes: most that one space borrows; 0: nothing. A consumer's profile says less.
         idle_ms: a loan into and out of which nothing moved for so long is returned.
         pause_ms: after a refusal or a loss nothing is asked for so long, twice as long each time up to max_pause_ms.
-        ttl_ms: of a loan, since its last renewal.
+        ttl_ms: of a loan, since its last renewal; the coordinator's lease_ttl_ms at most.
     """
 
     threshold_bytes: int = 10 * GB

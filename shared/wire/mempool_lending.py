@@ -36,7 +36,7 @@ class PresentReclaim(Struct, frozen=True, kw_only=True, tag="present_reclaim"):
 
 
 class RenewLoan(Struct, frozen=True, kw_only=True, tag="renew_loan"):
-    """By the consumer: it ends ttl_ms from now, or later if it would anyway."""
+    """By the consumer: it ends ttl_ms from now, its grant's at most, or later if it would anyway."""
 
     call_id: int
     lease_id: LeaseId

@@ -207,11 +207,12 @@ def test_no_block_goes_to_a_loan_that_is_being_reclaimed():
     assert all(copy.space != rig.producer for copy in rig.copies.values())
 
 
-def test_a_loan_whose_time_is_over_returns_its_pages_to_the_offer_and_a_renewed_one_does_not():
+@pytest.mark.parametrize("ttl_ms", [10_000, 3_600_000])
+def test_a_loan_whose_time_is_over_returns_its_pages_to_the_offer_and_a_renewed_one_has_it_again(ttl_ms):
     rig = Market()
     grant = rig.lend(4)
     rig.advance(9_999)
-    rig.say(FRONT, calls.RenewLoan(call_id=9, lease_id=grant.lease_id, ttl_ms=10_000))
+    rig.say(FRONT, calls.RenewLoan(call_id=9, lease_id=grant.lease_id, ttl_ms=ttl_ms))
     rig.advance(9_999)
     assert grant.lease_id in rig.core.lending.loans.loans
     rig.advance(2)

@@ -83,6 +83,7 @@ class Loan:
     asked: int  # when it was taken
     keep: int
     token: Token
+    ttl_ms: int  # that it was granted for
     expires_at_ms: int
     state: LoanState = LoanState.HELD
     deadline_ms: int = 0  # while it returns
@@ -255,12 +256,13 @@ class Loans:
         self.counters["loans_taken"] += 1
         loan = self.loans[grant.lease_id] = Loan(
             grant.lease_id, offer, grant.consumer, grant.space, len(pages), len(pages), len(pages),
-            grant.token, now_ms + grant.ttl_ms,
+            grant.token, grant.ttl_ms, now_ms + grant.ttl_ms,
         )  # fmt: skip
         return loan
 
     def renew(self, lease_id: LeaseId, ttl_ms: int, now_ms: int) -> bool:
-        """It ends ttl_ms from now, or later if it would anyway. False: it is over, or on its way back."""
+        """It ends ttl_ms from now, or what it was granted for if that is less; later if it would anyway. False: it is
+        over, or on its way back."""
         self.excuse(now_ms)
         loan = self.loans.get(lease_id)
         if loan is None or not loan.keep or now_ms >= loan.expires_at_ms:
@@ -268,7 +270,7 @@ class Loans:
         loan.is_excused = False
         if loan.state is LoanState.HELD:
             loan.state = next_state(loan.state, LoanEvent.RENEW)
-        loan.expires_at_ms = max(loan.expires_at_ms, now_ms + ttl_ms)
+        loan.expires_at_ms = max(loan.expires_at_ms, now_ms + min(ttl_ms, loan.ttl_ms))
         return True
 
     def release(self, lease_id: LeaseId, now_ms: int) -> bool:
