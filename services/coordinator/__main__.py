@@ -2,16 +2,19 @@
 
 import contextlib
 import ipaddress
+import resource
 import socket
 import sys
 from collections.abc import Generator
 
 import msgspec
 import uvicorn
+from fastapi import FastAPI
 
 from services.coordinator import config
 from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings
+from services.coordinator.http_protocol import TimedProtocol
 from services.coordinator.shell import Coordinator
 from shared.errors import SettingsError
 from shared.observe import log, service
@@ -62,15 +65,12 @@ def own_url(advertise: str, host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def run(settings: CoordinatorSettings) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
-    listener = bind(settings.listen)
-    logger = log.get_logger("coordinator")
-    host, port = listener.getsockname()[:2]
-    coordinator = Coordinator(settings, MonotonicClock(), url=own_url(settings.advertise, host, port))
-    server = _Server(
+def server_of(app: FastAPI) -> uvicorn.Server:
+    """What serves the application, to be told where."""
+    return _Server(
         uvicorn.Config(
-            create_app(coordinator, settings.api_keys),
+            app,
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -82,6 +82,17 @@ async def run(settings: CoordinatorSettings) -> int:
             timeout_graceful_shutdown=1,
         )
     )
+
+
+async def run(settings: CoordinatorSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one a connection
+    listener = bind(settings.listen)
+    logger = log.get_logger("coordinator")
+    host, port = listener.getsockname()[:2]
+    coordinator = Coordinator(settings, MonotonicClock(), url=own_url(settings.advertise, host, port))
+    server = server_of(create_app(coordinator, settings.api_keys))
 
     def stop(_: object) -> None:
         server.should_exit = True

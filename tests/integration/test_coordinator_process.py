@@ -1,6 +1,7 @@
 """The coordinator as a process with a real journal: kill -9, restart, growing epochs, clients that come back."""
 
 import asyncio
+import resource
 import subprocess
 import sys
 
@@ -8,9 +9,15 @@ import httpx
 import msgspec
 import pytest
 
+from services.coordinator.__main__ import bind, server_of
+from services.coordinator.app import create_app
+from services.coordinator.config import CoordinatorSettings
+from services.coordinator.http_protocol import TimedProtocol
+from services.coordinator.shell import Coordinator as Shell
 from shared.free_ports import free_port
 from shared.observe.service import EXIT_BUG
 from shared.prompttree.embedded import EmbeddedRedis
+from shared.transport.clock import MonotonicClock
 from shared.transport.membership_client import MembershipClient, MembershipPoller
 from shared.wire.membership import Heartbeat
 from tests.support.control_plane import ServiceProcess, get_json, register, until, until_async
@@ -298,3 +305,51 @@ sys.exit(service.main("coordinator", main.config.load, main.run))
     )
     assert ended.returncode == EXIT_BUG
     assert b"our bug" in ended.stderr
+
+
+async def test_who_never_sends_a_whole_request_is_cut_off_and_who_is_idle_between_two_is_not(monkeypatch):
+    monkeypatch.setattr(TimedProtocol, "REQUEST_S", 1.0)
+    core = Shell(CoordinatorSettings(redis_url=""), MonotonicClock(), url="http://c")
+    listener = bind("127.0.0.1:0")
+    server = server_of(create_app(core, []))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    get, post = b"GET /health HTTP/1.1\r\nhost: c\r\n\r\n", b"POST /v1/instances HTTP/1.1\r\nhost: c\r\n"
+
+    async def answers(*pieces, ends=True):
+        """Of one connection: how many came before it was closed."""
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        count = 0
+        for piece in pieces:
+            writer.write(piece)
+            if piece == get:
+                count += b"200 OK" in await reader.readuntil(b"}")
+                await asyncio.sleep(0 if ends else 1.5 * TimedProtocol.REQUEST_S)
+        assert not ends or not await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return count
+
+    begun = [(), (get[:9],), (post + b"content-length: 9\r\n\r\n{",), (get, get[:9]), (get, b"\r\n")]
+    try:
+        async with asyncio.timeout(25):  # before uvicorn ends who is idle
+            counts = await asyncio.gather(
+                *(answers(*pieces) for pieces in begun), answers(get, get, ends=False)
+            )
+    finally:
+        server.should_exit = True
+        await task
+    assert counts == [0, 0, 0, 1, 1, 2]
+
+
+def test_it_may_have_as_many_connections_as_the_system_lets_it():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] // 2, before[1]))  # what it is started with
+    try:
+        started = Coordinator("--redis-url", "").start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        soft, hard = resource.prlimit(started.process.process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+    finally:
+        started.process.kill()
