@@ -200,3 +200,20 @@ def test_an_offer_that_is_open_again_is_in_the_journal_again(world):
     world.write("a")
     assert the_offer(world).state == "open"
     assert field in world.store.fields
+
+
+def test_a_reclaim_that_was_answered_while_the_store_was_away_stands_when_its_coordinator_leads_again(world):
+    world.write("a")
+    offer_id = the_offer(world).offer.offer_id
+    world.a.journal_trouble = "journal.down"
+    order = reclaim(world, offer_id, gib=3, key="r")
+    assert isinstance(order, ReclaimOrder)
+    world.a.take_journal()  # what a term leaves unstored is never written by a later one
+    world.a.journal_trouble, world.store.until_ms = "", 0
+    world.elect("a", lease_ms=10**9)
+    assert the_offer(world).target_bytes == 1 * GIB
+    assert reclaim(world, offer_id, gib=3, key="r").reclaim_id == order.reclaim_id
+    assert f"reclaim:{order.reclaim_id}" in world.store.fields
+    world.settle("a")
+    assert world.a.view_reclaim(order.reclaim_id, now_ms=world.now_ms).state == "done"
+    assert code(ask(world, gib=2)) == "offers.exhausted"

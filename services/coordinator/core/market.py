@@ -1,5 +1,4 @@
-"""The memory market: offers, leases, reclaims (AQUA section 6). No I/O: time comes in, journal entries go
-out.
+"""The memory market: offers, leases, reclaims (AQUA section 6). No I/O: time comes in, journal entries go out.
 
 The owning mempools decide what is lent; this says who should lend to whom, and follows their reports
 (shared/wire/lending.py has the rules, market_table.py the life of a lease). An expected refusal is an answer:
@@ -94,10 +93,12 @@ class Market:
         replace: bool,
         now_ms: int,
     ) -> None:
-        """Take over a journal. Call before lead(). replace: others may have led since; what is known here is old."""
+        """Take over a journal. Call before lead(). replace: others may have led since; here only reclaims are newer."""
+        known = self.book
         if replace:
             self.book = Book(self.limits)
         self.book.restore(entries, now_ms)
+        self.book.keep_reclaims(known)
         if not self.book.history:
             for entry in history:
                 self.book.remember(entry, now_ms)

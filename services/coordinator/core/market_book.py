@@ -243,6 +243,17 @@ class Book:
             if offer is not None:
                 self.set_key("reclaim", offer.offer.producer, reclaim.key, reclaim.reclaim_id)
 
+    def keep_reclaims(self, known: "Book") -> None:
+        """Reclaims that this process acknowledged in an earlier term while the store, which they do not need, was away:
+        the producer counts on them."""
+        for reclaim in known.reclaims.values():
+            offer = self.offers.get(reclaim.offer_id)
+            if offer is None or reclaim.done_at_ms is not None or reclaim.reclaim_id in self.reclaims:
+                continue
+            self.reclaims[reclaim.reclaim_id] = reclaim
+            self.set_key("reclaim", offer.offer.producer, reclaim.key, reclaim.reclaim_id)
+            offer.target_bytes = min(offer.target_bytes, reclaim.keep_bytes)
+
     def set_key(self, kind: Kind, owner: InstanceId, key: str, record_id: str) -> None:
         """Remember what a key stands for; the first one counts."""
         if key:
