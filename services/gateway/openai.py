@@ -15,7 +15,7 @@ from services.gateway.openai_fields import (
     JsonObjectFormat,
     JsonSchemaFormat,
     LogitBias,
-    Message,
+    Messages,
     Model,
     NamedTool,
     Prompt,
@@ -134,7 +134,7 @@ class SamplingBody(RefusedFields):
 class ChatBody(SamplingBody, RefusedRendering):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -247,7 +247,7 @@ class TokenizeBody(RefusedRendering):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=8192)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -50,6 +50,7 @@ def validation_error(error: ValidationError) -> InvalidRequest:
     if best[0]["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{param}'.", param=param)
     here = [each for each in best if _param(_path(each)) == param]
+    here = [each for each in here if each["type"] == "too_long"] or here  # the branch that was meant
     reasons = dict.fromkeys(_lower(each["msg"]).removeprefix("value error, ") for each in here)
     text = " or ".join(
         [next(iter(reasons)), *(r.removeprefix("input should be ") for r in list(reasons)[1:])]

@@ -1,14 +1,14 @@
 """Grammars for the output, from the fields that ask for one: vLLM's structured_outputs and schemas."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from services.gateway.openai_fields import Model
 from services.gateway.openai_refused import Refused
 from shared.errors import InvalidRequest
-from shared.grammar_limits import too_large
+from shared.grammar_limits import MAX_GRAMMAR_CHARS, too_large
 from shared.wire.requests import StructuredSpec
 
 
@@ -18,7 +18,7 @@ class StructuredOutputs(Model):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_GRAMMAR_CHARS, fail_fast=True)] | None = None
     grammar: str | None = None
     structural_tag: Refused = None
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from services.gateway.core.tools import ToolPlan
 from services.gateway.openai import (
@@ -95,6 +96,33 @@ def test_a_fault_in_a_chat_names_the_field(fields, param, words):
         chat(**fields)
     assert caught.value.param == param
     assert words in caught.value.message
+
+
+def many(item: object) -> list:
+    return [item] * 100_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"messages": [{"role": "user", "content": many(item)}]}, "messages[0].content") for item in (1, {}, "a")),
+        ({"messages": [{"role": "assistant", "tool_calls": many({})}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": many(1)}, "messages[0]"),
+        ({"messages": many(USER[0])}, "messages"),
+        ({"tools": many({"function": {}})}, "tools[0].function.name"),
+        *(({"stop": many(item)}, "stop") for item in (1, "a")),
+        *(({"structured_outputs": {"choice": many(item)}}, "structured_outputs.choice") for item in (1, [])),
+        *(({"logit_bias": dict.fromkeys(range(100_000), item)}, "logit_bias") for item in ("a", 1)),
+    ],
+)  # fmt: skip
+def test_a_fault_in_each_of_many_elements_is_told_by_few_errors(fields, param):
+    raw = json.dumps({"model": "m", "messages": USER} | fields).encode()
+    with pytest.raises(ValidationError) as found:
+        ChatBody.model_validate_json(raw)
+    assert found.value.error_count() <= 6, "one for each branch of what holds the first fault"
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(ChatBody, raw)
+    assert str(caught.value.param).startswith(param)
 
 
 @pytest.mark.parametrize(
