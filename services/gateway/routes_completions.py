@@ -8,6 +8,7 @@ from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.openai import CompletionBody, parse_body
 from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, check_model
+from services.gateway.submit import check_fits
 from shared.kv.block_hash import pack_tokens
 
 DOCUMENTED = ("/v1/completions", "Completions of one or more prompts, whole or streamed.", CompletionBody)
@@ -63,8 +64,9 @@ async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: I
                 echo = given if body.echo else None
             else:
                 ids = given
+                check_fits(len(ids), gateway.max_model_len, "prompt")  # before its ids are looked at
                 packed = gateway.text.pack_token_ids(ids, "prompt")
                 if body.echo:
-                    echo = gateway.text.decode(ids, skip_special_tokens=not body.keeps_special_tokens)
+                    echo = await gateway.text.decode(ids, skip_special_tokens=not body.keeps_special_tokens)
             prompts.append(Prompt(ids, packed, echo))
     return prompts

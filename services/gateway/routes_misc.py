@@ -13,8 +13,12 @@ from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
 from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
 from services.gateway.request import check_model
-from shared.errors import ModelNotFound
+from shared.errors import ModelNotFound, PromptTooLong
 from shared.observe import metrics as observed
+
+MAX_TOKENS = (
+    1 << 20
+)  # of /tokenize and /detokenize, or the context where it is longer: all is answered at once
 
 router = APIRouter()
 
@@ -96,36 +100,50 @@ def _documented(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def _check_count(gateway: Gateway, num_tokens: int, param: str) -> None:
+    """Raises: PromptTooLong."""
+    most = max(MAX_TOKENS, gateway.max_model_len)
+    if num_tokens > most:
+        raise PromptTooLong(
+            f"At most {most} tokens are taken at a time; these are {num_tokens} or more.", param=param
+        )
+
+
 @router.post("/tokenize", summary="Token ids of a text or a chat.", openapi_extra=_documented(TokenizeBody))
 async def tokenize(request: Request, gateway: Here) -> Response:
-    """vLLM's form: {"count", "max_model_len", "tokens"}."""
+    """vLLM's form: {"count", "max_model_len", "tokens"}. Raises: PromptTooLong beyond MAX_TOKENS."""
     raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
     body = parse_body(TokenizeBody, raw)
     if body.model is not None:
         check_model(gateway, body.model)
     text = gateway.text
     if body.prompt is not None:
-        ids = await text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        param, given = "prompt", body.prompt
+        adds_special = body.add_special_tokens is not False
     else:
-        rendered = text.render_chat(
+        param, adds_special = "messages", bool(body.add_special_tokens)
+        given = text.render_chat(
             body.template_messages(),
             tools=body.template_tools(),
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             extra=body.chat_template_kwargs,
         )
-        ids = await text.encode(rendered, add_special_tokens=bool(body.add_special_tokens))
+    _check_count(gateway, text.least_tokens(given), param)
+    ids = await text.encode(given, add_special_tokens=adds_special)
+    _check_count(gateway, len(ids), param)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids.tolist()}
     if body.return_token_strs:
-        out["token_strs"] = [text.tokenizer.id_to_token(each) for each in ids]
+        out["token_strs"] = await text.token_names(ids)
     return _json(out)
 
 
 @router.post("/detokenize", summary="Text of token ids.", openapi_extra=_documented(DetokenizeBody))
 async def detokenize(request: Request, gateway: Here) -> Response:
-    """vLLM's form: {"prompt"}."""
+    """vLLM's form: {"prompt"}. Raises: PromptTooLong beyond MAX_TOKENS."""
     raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
     body = parse_body(DetokenizeBody, raw)
     if body.model is not None:
         check_model(gateway, body.model)
-    return _json({"prompt": gateway.text.decode(body.tokens, skip_special_tokens=False)})
+    _check_count(gateway, len(body.tokens), "tokens")
+    return _json({"prompt": await gateway.text.decode(body.tokens, skip_special_tokens=False)})

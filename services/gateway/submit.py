@@ -15,6 +15,16 @@ from shared.wire.requests import SamplingSpec
 _seed = lru_cache(maxsize=1024)(chain_seed)
 
 
+def check_fits(num_prompt_tokens: int, max_model_len: int, field: str) -> None:
+    """Raises: PromptTooLong, with OpenAI's wording, unless the context has room for a token behind the prompt."""
+    if num_prompt_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
+            f"{num_prompt_tokens} tokens. Please reduce its length.",
+            param=field,
+        )
+
+
 def output_budget(
     num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, is_chat: bool
 ) -> int:
@@ -25,12 +35,7 @@ def output_budget(
     field = "messages" if is_chat else "prompt"
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"{field} must not be empty", param=field)
-    if num_prompt_tokens >= max_model_len:
-        raise PromptTooLong(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
-            f"{num_prompt_tokens} tokens. Please reduce its length.",
-            param=field,
-        )
+    check_fits(num_prompt_tokens, max_model_len, field)
     left = max_model_len - num_prompt_tokens
     if max_tokens is None:
         return left

@@ -1,10 +1,10 @@
-"""return_token_ids: the tokens of answers and prompts, whole and streamed, where vLLM has them."""
+"""return_token_ids: the tokens of answers and prompts, whole and streamed, where vLLM has them; how many are taken."""
 
 import pytest
 
-from services.gateway import request
+from services.gateway import request, routes_misc
 from tests.integration.gateway_app import running
-from tests.integration.gateway_rig import MODEL, chat
+from tests.integration.gateway_rig import MAX_MODEL_LEN, MODEL, chat
 from tests.integration.test_gateway_http import stream
 
 
@@ -72,3 +72,47 @@ async def test_more_prompt_ids_than_can_be_told_at_once_are_refused(rig, monkeyp
     body = {"model": MODEL, "prompt": "the fox", "n": 50, "return_token_ids": True}
     reply = await rig.client.post("/v1/completions", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "return_token_ids")
+
+
+async def test_echoed_ids_that_do_not_fit_are_refused_before_they_are_decoded(rig, monkeypatch):
+    decoded: list[int] = []
+    plain = rig.gateway.text.decode
+
+    def decode(ids, **options):
+        decoded.append(len(ids))
+        return plain(ids, **options)
+
+    monkeypatch.setattr(rig.gateway.text, "decode", decode)
+    rig.say("a")
+    body = {"model": MODEL, "echo": True, "max_tokens": 1}
+    ids = rig.ids("the fox")
+    reply = await rig.client.post("/v1/completions", json=body | {"prompt": [ids, [5] * MAX_MODEL_LEN]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert decoded == [len(ids)]
+    found = (await rig.client.post("/v1/completions", json=body | {"prompt": ids})).json()
+    assert found["choices"][0]["text"] == "the foxa"
+
+
+async def test_tokenize_and_detokenize_take_a_bounded_number_of_tokens(rig, monkeypatch):
+    monkeypatch.setattr(routes_misc, "MAX_TOKENS", MAX_MODEL_LEN + 100)
+    (the,) = rig.ids("the")
+    for count, status in ((MAX_MODEL_LEN + 100, 200), (MAX_MODEL_LEN + 101, 400), (50_000, 400)):
+        text = "the" + " the" * (count - 1)
+        ids = rig.ids(text)
+        assert len(ids) == count
+        for path, body, param in (
+            ("/tokenize", {"prompt": text, "return_token_strs": True}, "prompt"),
+            ("/detokenize", {"tokens": ids}, "tokens"),
+        ):
+            reply = await rig.client.post(path, json=body)
+            assert reply.status_code == status
+            if status == 400:
+                assert reply.json()["error"]["param"] == param
+            elif path == "/tokenize":
+                assert reply.json()["token_strs"] == ["the"] + ["\u0120the"] * (count - 1)
+            else:
+                assert reply.json()["prompt"] == text
+    monkeypatch.setattr(routes_misc, "MAX_TOKENS", 1)
+    reply = await rig.client.post("/detokenize", json={"tokens": [the] * MAX_MODEL_LEN})
+    assert reply.status_code == 200, "what the model takes can be read"

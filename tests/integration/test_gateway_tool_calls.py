@@ -125,6 +125,6 @@ async def test_the_template_sees_tools_and_earlier_calls(rig):
         {"role": "tool", "tool_call_id": "c", "content": "15"},
     ]
     await rig.client.post(CHAT, json=chat(messages=messages))
-    prompt = rig.gateway.text.decode(rig.a.prompts[-1], skip_special_tokens=False)
+    prompt = await rig.gateway.text.decode(rig.a.prompts[-1], skip_special_tokens=False)
     assert json.dumps(TOOLS[0]) in prompt
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Bonn"}}</tool_call>' in prompt

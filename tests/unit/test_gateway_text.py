@@ -12,7 +12,7 @@ from services.gateway.core.tools import format_of
 from services.gateway.detokenize import TokenTexts
 from services.gateway.logprobs import CompletionLogprobs, chat_logprobs
 from services.gateway.segment_cache import SegmentCache
-from services.gateway.text import INLINE_CHARS, ModelText
+from services.gateway.text import INLINE_CHARS, INLINE_TOKENS, ModelText
 from shared.errors import InvalidRequest, PromptTooLong, SettingsError
 from shared.wire.requests import TokenLogprob
 from tests.unit.gateway_text_fixtures import byte_fallback, byte_level, make_model_dir
@@ -131,13 +131,34 @@ def test_the_folder_says_what_ends_an_answer_and_how_large_the_vocabulary_is(tmp
     assert model.generation_config["temperature"] == 0.5
 
 
-def test_ids_are_checked_against_the_vocabulary(text):
-    assert text.decode(text.encode_now("the fox", add_special_tokens=False)) == "the fox"
-    assert text.decode([1, 2], skip_special_tokens=False) == "<|im_start|><|im_end|>"
+async def test_ids_are_checked_against_the_vocabulary(text):
+    assert await text.decode(text.encode_now("the fox", add_special_tokens=False)) == "the fox"
+    assert await text.decode([1, 2], skip_special_tokens=False) == "<|im_start|><|im_end|>"
     for bad in ([-1], [text.vocab_size], [1 << 32]):
         with pytest.raises(InvalidRequest) as caught:
-            text.decode(bad)
+            await text.decode(bad)
         assert caught.value.param == "tokens"
+
+
+async def test_many_ids_are_decoded_and_named_on_a_thread(text, monkeypatch):
+    threads: list[str] = []
+
+    def watch(name: str) -> None:
+        plain = getattr(text, name)
+
+        def noted(*args):
+            threads.append(threading.current_thread().name)
+            return plain(*args)
+
+        monkeypatch.setattr(text, name, noted)
+
+    watch("_decode")
+    watch("_names")
+    ids = text.encode_now("the <|im_end|> fox", add_special_tokens=False).tolist()
+    for count in (1, INLINE_TOKENS):
+        assert await text.decode(ids * count) == text.tokenizer.decode(ids * count)
+        assert await text.token_names(ids * count) == list(map(text.tokenizer.id_to_token, ids)) * count
+    assert [each.startswith("tokenize") for each in threads] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "tokenizer_config.json"])
