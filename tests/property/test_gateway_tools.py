@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.gateway.core.tools import CallDelta, TextDelta, ToolPlan, make_parser, read_whole
+from services.gateway.core.tools import (
+    CallDelta,
+    TextDelta,
+    ToolPlan,
+    make_parser,
+    read_whole,
+    required_schema,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.text('a"\\{}[]<>/:,\n é', max_size=6),
@@ -29,6 +36,25 @@ MESSY = st.lists(
     ),
     max_size=20,
 ).map("".join)  # fmt: skip
+
+DEFINED = ["A", "g.A"]  # what A of g would be named
+SCHEMAS = st.recursive(
+    st.sampled_from([{"type": "integer"}, *({"$ref": f"#/$defs/{name}"} for name in DEFINED)])
+    | st.sampled_from([{"enum": [{"$ref": "#/$defs/A"}]}, {}]),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["enum", "$ref", "x"]), inner, max_size=2).map(
+            lambda p: {"properties": p}
+        )
+        | st.lists(inner, max_size=2).map(lambda each: {"anyOf": each})
+    ),
+    max_leaves=4,
+)
+PARAMETERS = st.builds(
+    lambda schema, *known: schema | {"$defs": dict(zip(DEFINED, known, strict=True))},
+    SCHEMAS,
+    SCHEMAS,
+    SCHEMAS,
+)
 
 
 def pieces(text: str, cuts: list[int]):
@@ -149,3 +175,36 @@ def test_arguments_are_streamed_as_they_grow():
     assert parser.flush() == []
     assert parser.finish_reason("stop") == "tool_calls"
     assert parser.finish_reason("length") == "length"
+
+
+def followed(schema, root, steps: int):
+    """The schema with what it refers to in place, `steps` references deep."""
+    if isinstance(schema, list):
+        return [followed(each, root, steps) for each in schema]
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        known = root["$defs"][reference.removeprefix("#/$defs/")]
+        return followed(known, root, steps - 1) if steps else "..."
+    out = {keyword: schema[keyword] for keyword in schema if keyword not in ("$defs", "anyOf", "properties")}
+    if "anyOf" in schema:
+        out["anyOf"] = followed(schema["anyOf"], root, steps)
+    if "properties" in schema:
+        out["properties"] = {name: followed(each, root, steps) for name, each in schema["properties"].items()}
+    return out
+
+
+@given(st.dictionaries(st.sampled_from(["f", "g", "g."]), PARAMETERS, min_size=1))
+@example(
+    {
+        "f": {"$ref": "#/$defs/A", "$defs": {"A": {"type": "string"}}},
+        "g": {"$ref": "#/$defs/A", "$defs": {"A": {}}},
+    }
+)
+def test_a_forced_call_follows_its_own_functions_definitions_whatever_others_name_theirs(functions):
+    before = json.dumps(functions)
+    whole = required_schema(functions)
+    for call in whole["items"]["anyOf"]:
+        (name,) = call["properties"]["name"]["enum"]
+        wanted = followed(functions[name], functions[name], 4)
+        assert followed(call["properties"]["parameters"], whole, 4) == wanted
+    assert json.dumps(functions) == before

@@ -32,6 +32,10 @@ def format_of(template: str, tokens: Callable[[str], object]) -> ToolFormat:
 
 # -- forced calls -------------------------------------------------------------------------------------------
 
+_DEFINITION = "#/$defs/"
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "definitions", "$defs"})
+_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+
 
 def named_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """The whole output is one function's arguments."""
@@ -43,6 +47,9 @@ def required_schema(
 ) -> dict[str, Any]:
     """The whole output is a list of calls, at least one.
 
+    Definitions move to the root, where references begin. Those of a function that has another schema under a name
+    that is taken there get the function's name before theirs.
+
     Args: functions: name -> schema of its parameters.
     Raises: InvalidRequest when a schema's `$defs` is no object.
     """
@@ -50,9 +57,15 @@ def required_schema(
     calls = []
     for name, parameters in functions.items():
         schema = dict(parameters or {"type": "object", "properties": {}})
-        own = schema.pop("$defs", {})  # references begin at the root, wherever the schema stands
+        own = schema.pop("$defs", {})
         if not isinstance(own, dict):
             raise InvalidRequest(f"The $defs of the function {name!r} must be an object.", param="tools")
+        if any(definitions.get(each, known) != known for each, known in own.items()):
+            prefix = f"{name}."
+            while any(prefix + each in definitions for each in own):
+                prefix += "."
+            own = {prefix + each: _with_prefix(known, prefix) for each, known in own.items()}
+            schema = _with_prefix(schema, prefix)
         definitions |= own
         calls.append(
             {
@@ -65,6 +78,23 @@ def required_schema(
         out["maxItems"] = max_calls
     if definitions:
         out["$defs"] = definitions
+    return out
+
+
+def _with_prefix(schema: Any, prefix: str) -> Any:
+    """A copy that refers to definitions whose names begin with `prefix`. Cost: a step a level; JSON nests 200 deep."""
+    if isinstance(schema, list):
+        return [_with_prefix(each, prefix) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and value.startswith(_DEFINITION):
+            out[keyword] = _DEFINITION + prefix + value.removeprefix(_DEFINITION)
+        elif keyword in _BY_NAME and isinstance(value, dict):
+            out[keyword] = {name: _with_prefix(each, prefix) for name, each in value.items()}
+        else:
+            out[keyword] = value if keyword in _DATA else _with_prefix(value, prefix)
     return out
 
 
