@@ -91,7 +91,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then see what the request still lacks."""
-        self._piece_bytes, body_bytes = len(data), self._body_bytes
+        self._piece_bytes, body_bytes, idle_since_s = len(data), self._body_bytes, self._idle_since_s
         self._feed(data)
         if self._direct is not None:  # more is to come
             self._leave_to_asgi()
@@ -112,6 +112,8 @@ class GatewayProtocol(HttpToolsProtocol):
                 idle_s = Limits.body_idle_timeout_s
                 due_s = self._body_began_s + idle_s + self._body_bytes / MIN_BODY_BYTES_PER_S
                 self._arm(min(idle_s, due_s - self.loop.time()))
+        elif not self._idle_since_s and not self.is_answering:
+            self._idle_since_s = idle_since_s  # line ends before a request are none of it (RFC 9112, 2.2)
 
     def _feed(self, data: bytes) -> None:
         """uvicorn's data_received(), which would take what follows an offered protocol for the next request."""

@@ -148,5 +148,22 @@ async def test_a_body_that_comes_by_the_byte_is_given_up_and_one_at_a_modest_rat
     assert await ever(lambda: has(b"x" * 200, 200)), "a pause of this process is one of the client's"
 
 
+@pytest.mark.parametrize("pause_s", [0, 0.1])
+async def test_line_ends_behind_an_answer_do_not_keep_a_connection(server, pause_s):
+    server.config.timeout_keep_alive = 0.5
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await reader.readuntil(b"whole")).startswith(b"HTTP/1.1 200 ")
+    writer.write(b"\r\n")
+    ended = asyncio.create_task(reader.read())
+    async with asyncio.timeout(30):
+        while pause_s and not ended.done():
+            writer.write(b"\r\n")
+            await asyncio.sleep(pause_s)
+        with contextlib.suppress(ConnectionError):  # reset, when it closed before it had read them all
+            assert await ended == b""
+    writer.close()
+
+
 async def test_a_silent_connection_is_closed(server):
     assert await raw(server.port, b"") == b""
