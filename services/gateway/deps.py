@@ -38,7 +38,7 @@ class Gateway:
         self.weights = load_weights(settings.tenant_weights)
         self.text = ModelText(settings.model_dir, threads=settings.tokenizer_threads)
         self.tool_format: ToolFormat = format_of(
-            self.text.template_source or "", self.text.tokenizer.token_to_id
+            self.text.tool_template_source, self.text.tokenizer.token_to_id
         )
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())

@@ -50,10 +50,14 @@ class ModelText:
         self.eos_token_ids = model_files.eos_token_ids(str(folder))
         self.texts = TokenTexts(self.tokenizer)
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        self.template_source = _find_template(folder, tokenizer_config)
-        self._template: ChatTemplate | None = None
-        if self.template_source is not None:
-            self._template = ChatTemplate(self.template_source, _special_tokens(tokenizer_config))
+        named = _find_templates(folder, tokenizer_config)
+        plain = named.get("default") or next(iter(named.values()), "")
+        self.tool_template_source = named.get("tool_use") or plain
+        special = _special_tokens(tokenizer_config)
+        self._template = ChatTemplate(plain, special) if plain else None
+        self._tool_template = self._template
+        if self.tool_template_source != plain:
+            self._tool_template = ChatTemplate(self.tool_template_source, special)
         self.cache = SegmentCache(cache_bytes)
         self._borders = borders_of(self.tokenizer) if cache_bytes else None
         self._words = words_of(self.tokenizer) if self._borders is not None else None
@@ -72,13 +76,14 @@ class ModelText:
         continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The model's own template over the messages; see ChatTemplate.render().
+        """The model's own template over the messages, with tools its `tool_use`; see ChatTemplate.render().
 
         Raises: InvalidRequest when there is no template, or the template refuses the messages.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", param="messages")
-        return self._template.render(
+        return template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -266,15 +271,18 @@ def _frames(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     )
 
 
-def _find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+def _find_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """By name, as transformers finds them: files come before what the tokenizer's settings hold."""
+    found = tokenizer_config.get("chat_template") or {}
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
-    found = tokenizer_config.get("chat_template")
-    if isinstance(found, list):
-        named = {each["name"]: each["template"] for each in found}
-        return named.get("default") or next(iter(named.values()), None)
-    return found
+        found = {"default": path.read_text()}
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return found | {file.stem: file.read_text() for file in files}
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -181,6 +181,34 @@ def test_a_model_without_a_template_takes_no_chats(tmp_path):
     assert ModelText(folder).render_chat([{"role": "user", "content": "hi"}]) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_with_tools_a_models_template_for_them_is_taken(tmp_path, in_files):
+    templates = {"default": "plain", "rag": "{% if %}", "tool_use": "{{ tools | length }} <tool_call>"}
+    folder = make_model_dir(tmp_path)
+    if in_files:
+        (folder / "chat_template.jinja").write_text(templates.pop("default"))
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in templates.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        (folder / "chat_template.jinja").unlink()
+        named = [{"name": name, "template": source} for name, source in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    model = ModelText(folder)
+    messages = [{"role": "user", "content": "hi"}]
+    assert model.render_chat(messages) == "plain"
+    assert model.render_chat(messages, tools=[{}, {}]) == "2 <tool_call>"
+    assert format_of(model.tool_template_source, {}.get) == "hermes"
+
+
+def test_a_model_with_one_template_takes_it_with_tools_and_without(tmp_path):
+    model = ModelText(make_model_dir(tmp_path))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "hi"}]
+    assert model.render_chat(messages, tools=tools).endswith(model.render_chat(messages))
+    assert format_of(model.tool_template_source, {}.get) == "hermes"
+
+
 def test_the_tool_format_is_the_templates_then_the_vocabularys():
     nothing = {}.get
     assert format_of("... <tool_call> ...", nothing) == "hermes"
