@@ -6,6 +6,7 @@ Python's insides, and the output's length is bounded.
 
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from shared.errors import InvalidRequest, SettingsError
 MAX_RENDERED_CHARS = 32 << 20
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_ASKS_FOR_NONE = re.compile(r"content['\"\])]*\s*(?:\bis\s+(?:not\s+)?|[!=]=\s*)[Nn]one\b")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -85,6 +87,7 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
+        self._asks_for_none = _ASKS_FOR_NONE.search(source) is not None
 
     def render(
         self,
@@ -110,6 +113,8 @@ class ChatTemplate:
             )
         if not self._knows_developer:  # OpenAI's newer word for system
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        if not self._asks_for_none:  # beside tool calls; it would be printed as "None", or fail
+            messages = [m | {"content": ""} if m.get("content", "") is None else m for m in messages]
         if continue_final_message:
             messages = _marked(messages)
         variables = {

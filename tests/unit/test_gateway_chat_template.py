@@ -80,6 +80,35 @@ def test_developer_messages_are_system_messages_to_templates_that_know_no_others
     assert messages[0]["role"] == "developer", "the caller's own are left alone"
 
 
+LLAMA_3 = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|eot|>{% endfor %}"
+CHATML = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}<|eot|>{% endfor %}"
+DEEPSEEK = (  # V3: what has content is no call
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if NONE %}{{ m['tool_calls'] | tojson }}{% else %}"
+    "{{ m['content'] }}{% endif %}<|eot|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [LLAMA_3, CHATML])
+def test_content_that_is_none_beside_calls_is_no_text_to_a_template_that_does_not_ask(source):
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [5]}]
+    assert render(source, messages) == "<|user|>hi<|eot|><|assistant|><|eot|>"
+    assert messages[1]["content"] is None, "the caller's own are left alone"
+    assert render("{% if tools is not none %}x{% endif %}" + source, messages).endswith(
+        "<|assistant|><|eot|>"
+    )
+
+
+@pytest.mark.parametrize(
+    "asks",
+    ["m['content'] is none", "m.content  is\nnone", 'not m["content"] is not none', "m.get('content') == None",
+     "not(m['content'] != none)"],
+)  # fmt: skip
+def test_a_template_that_asks_whether_content_is_none_is_told(asks):
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [5]}]
+    wanted = "<|user|>hi<|eot|><|assistant|>[5]<|eot|>"
+    assert render(DEEPSEEK.replace("NONE", asks), messages) == wanted
+
+
 @pytest.mark.parametrize(
     ("content", "shown", "trimmed"), [("ab", "ab", "ab"), ("  ab \n", "  ab \n", "ab"), ("end", "end", "end")]
 )
