@@ -101,11 +101,14 @@ def answer(engine: Any, label: str) -> list[dict[str, Any]]:
     """
     from vllm import SamplingParams
 
-    plain = SamplingParams(
-        max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=8
-    )
-    params = plain.clone()
-    params.prompt_logprobs = 0
+    said = {
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 8,
+    }
+    plain, params = SamplingParams(**said), SamplingParams(**said, prompt_logprobs=0)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
     found = [engine.generate(one, params, use_tqdm=False)[0] for one in asked]
     found += engine.generate(asked, params, use_tqdm=False)
@@ -121,8 +124,8 @@ def answer(engine: Any, label: str) -> list[dict[str, Any]]:
         choice = one.outputs[0]
         tops = [{str(token): lp.logprob for token, lp in row.items()} for row in choice.logprobs]
         rows = zip(one.prompt_token_ids[1:], (one.prompt_logprobs or [])[1:], strict=False)
-        said = [row[token].logprob for token, row in rows]
-        out.append({"tokens": list(choice.token_ids), "tops": tops, "prompt": said})
+        scores = [row[token].logprob for token, row in rows]
+        out.append({"tokens": list(choice.token_ids), "tops": tops, "prompt": scores})
     return out
 
 
