@@ -141,6 +141,24 @@ def test_a_reader_that_needs_pages_goes_before_blocks_that_nobody_has_come_for(p
     assert answers(pair, FRONT, wire.Acquired)[-1].num_blocks == STEP
 
 
+def test_what_came_ahead_of_a_reader_whose_wait_ran_out_waits_for_nobody_nor_does_what_its_prefill_says_late(
+    pair,
+):
+    hashes = pair.prompt("p", 5 * STEP)
+    acquire(pair, hashes, handoff_id=HandoffId("p"), wait_ms=100)
+    assert not answers(pair, FRONT, wire.Acquired)
+    pair.advance(100)
+    (got,) = answers(pair, FRONT, wire.Acquired)
+    assert got.num_blocks == got.blocks_peer == 4 * STEP
+    pair.say(FRONT, wire.Release(lease_id=got.lease_id))
+    pair.step(HandoffId("p"), hashes, 4 * STEP, is_last=True)
+    assert not pair.copies
+    status = pair.core.status()
+    assert (status.num_handoffs, status.spaces[1].num_ahead, status.counters["waits_expired"]) == (0, 0, 1)
+    assert pair.core.pools[1].index.num_pinned == 0
+    pair.counts()
+
+
 def test_the_last_steps_blocks_of_a_hand_off_that_was_given_up_wait_for_nobody(pair):
     hashes = pair.prompt("p", 3 * STEP)
     pair.step(HandoffId("p"), hashes, 2 * STEP, is_last=True)

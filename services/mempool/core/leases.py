@@ -214,6 +214,15 @@ class Leases:
         """Calls that waited for this handoff, first come first."""
         return [self.waiters.pop(number) for number in self._waiting_for.pop(handoff_id, ())]
 
+    def take_late_waiters(self, now_ms: int) -> list[Waiter]:
+        """Calls whose time is over. Cost: where nothing is due none."""
+        if not self._deadlines or self._deadlines[0][0] > now_ms:
+            return []
+        late = [waiter for waiter in self.waiters.values() if waiter.expires_at_ms <= now_ms]
+        for waiter in late:
+            self._remove_waiter(waiter)
+        return late
+
     def forget_waiters(self, connection: int) -> None:
         """The connection closed: nobody wants these answers."""
         for waiter in [w for w in self.waiters.values() if w.connection == connection]:

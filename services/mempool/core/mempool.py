@@ -23,7 +23,8 @@ from services.mempool.core.layered import LayerPulls
 from services.mempool.core.leases import Fence, has_come, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
-from services.mempool.core.pulls import Pulls, Reader
+from services.mempool.core.pull import Reader, take_late
+from services.mempool.core.pulls import Pulls
 from services.mempool.core.reach import Reach
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
@@ -99,9 +100,7 @@ class Mempool(FromOutside):
     ) -> list[Action]:
         """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it. A negative process
         was a caller there, and has no instance."""
-        pool = self.pools.get(number)
-        if pool is None:
-            pool = self._new_pool(number)
+        pool = self.pools.get(number) or self._new_pool(number)
         self._space_of.update(dict.fromkeys(instances, number))
         self.callers.adopt(number, processes)
         actions = pool.adopt(
@@ -233,8 +232,7 @@ class Mempool(FromOutside):
                 count = len(self.pulls.reachable(pool, hashes))
                 actions += pool.tell(connection, wire.Matched(call_id=message.call_id, num_blocks=count))
             case wire.Delete() if len(self.pools) > 1:
-                raw = message.hashes
-                hashes = parse.hashes(raw, self.limits.max_blocks_per_call)
+                hashes = parse.hashes(message.hashes, self.limits.max_blocks_per_call)
                 count = sum(p.delete(hashes) for p in self.pools.values() if p.shares_content(pool))
                 self._touch(*self.pools.values())
                 actions += pool.tell(connection, wire.Deleted(call_id=message.call_id, num_blocks=count))
@@ -350,6 +348,8 @@ class Mempool(FromOutside):
         """As Pool.tick, in every space."""
         actions: list[Action] = []
         for pool in self.pools.values():
+            for reader in take_late(pool, now_ms):
+                self._answer(pool, reader, now_ms)
             actions += pool.tick(now_ms)
         self.serve.tick(now_ms)
         self.api.tick(now_ms)

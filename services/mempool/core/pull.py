@@ -7,6 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
 
+from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut
 from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
@@ -30,6 +31,15 @@ class Reader:
     came: Counter[str] = field(
         default_factory=Counter, compare=False
     )  # blocks brought for it, by tier; see readers.py
+
+
+def take_late(pool: Pool, now_ms: int) -> list[Reader]:
+    """Calls that have waited there long enough for their hand-off, the caller's to answer."""
+    most = pool.limits.max_blocks_per_call
+    return [
+        Reader(late.connection, late.instance, late.call, parse.hashes(late.call.hashes, most), now_ms)
+        for late in pool.readers.take_late(now_ms)
+    ]
 
 
 @dataclass(slots=True)

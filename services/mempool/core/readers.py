@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from services.mempool.core import parse
 from services.mempool.core.actions import PoolLimits, Send
-from services.mempool.core.leases import Leases
+from services.mempool.core.leases import Leases, Waiter
 from services.mempool.core.radix import Index
 from shared.errors import Overloaded
 from shared.ids import Epoch, InstanceId, LeaseId
@@ -68,6 +68,12 @@ class Readers:
             self._counters["handoffs_refused"] += 1
         waiters = self._leases.take_waiters(message.handoff_id)
         return [self.answer(w.connection, w.instance, w.call, now_ms) for w in waiters]
+
+    def take_late(self, now_ms: int) -> list[Waiter]:
+        """Calls that have waited long enough, the caller's to answer."""
+        late = self._leases.take_late_waiters(now_ms)
+        self._counters["waits_expired"] += len(late)
+        return late
 
     def expire(self, now_ms: int) -> list[Send]:
         """End leases and handoffs that are due; a call that waited long enough gets what there is."""
