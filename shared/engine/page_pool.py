@@ -177,13 +177,16 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def holding(self, leases: list[HeldLease]) -> Holding:
         """Everything that this engine has, for the successor of its mempool. After absorb()."""
-        kinds = self.kinds
-        held = [self.own(b) for b in self.blocks if kinds[b.block_id] in (STOCK, WRITING)]
+        writing = [self.own(b) for b in self.blocks if self.kinds[b.block_id] == WRITING]
+        for block in self.stock:
+            self._begun[block.block_id] = 0  # the successor hears of each that a step writes
+        held = [*map(self.own, self.stock), *writing]
         sealed = list(self.sealed_pages.values())
         self.num_expected = 0
         return Holding(
             pages=u32_bytes(page for page, _ in held),
             epochs=u64_bytes(epoch for _, epoch in held),
+            num_unwritten=len(self.stock),
             sealed_pages=u32_bytes(s.page for s in sealed),
             sealed_epochs=u64_bytes(s.epoch for s in sealed),
             sealed_hashes=b"".join(s.block_hash for s in sealed),

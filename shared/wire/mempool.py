@@ -40,6 +40,7 @@ class Holding(Struct, frozen=True, kw_only=True):
 
     pages: bytes = b""  # granted, written or not; u32 each
     epochs: bytes = b""
+    num_unwritten: int = 0  # the first so many of these are in stock: no step, begun or to come, writes them
     sealed_pages: bytes = b""
     sealed_epochs: bytes = b""
     sealed_hashes: bytes = b""
@@ -69,11 +70,9 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
-    """For an engine or a rank: two fds come with it (pages read-write, table read-only).
-
-    Pages on a GPU lie in slabs of `pages_per_slab` instead, each an allocation with an fd of its own: then only
-    the table's fd comes, and SlabsCall gets the others.
-    """
+    """For an engine or a rank: two fds come with it (pages read-write, table read-only). Pages on a GPU lie in slabs of
+    `pages_per_slab` instead, each an allocation with an fd of its own: then only the table's fd comes, and SlabsCall
+    gets the others."""
 
     boot_generation: Epoch
     attachment: int
@@ -291,11 +290,9 @@ class Slabs(Struct, frozen=True, kw_only=True, tag="slabs"):
 
 
 class ReleaseMemory(Struct, frozen=True, kw_only=True, tag="release_memory"):
-    """Give this much memory of a space back to the system: free pages first, then those used longest ago.
-
-    Answered by MemoryChanged, once it is back, or nothing more of it can be, or wait_ms have passed; what is on its
-    way then still goes. CallFailed "release.unsupported": a process maps the pages and cannot unmap them.
-    """
+    """Give this much memory of a space back to the system: free pages first, then those used longest ago. Answered by
+    MemoryChanged, once it is back, or nothing more of it can be, or wait_ms have passed; what is on its way then still
+    goes. CallFailed "release.unsupported": a process maps the pages and cannot unmap them."""
 
     call_id: int
     num_bytes: int

@@ -49,10 +49,11 @@ def worker(pool: Harness, connection: int, process: int, **fields: object) -> No
     pool.engine(connection, process=process, works_in_pages=True, **fields)
 
 
-def holding(held: list[Owned], sealed: list[Owned], hashes, leases=()) -> wire.Holding:
+def holding(held: list[Owned], sealed: list[Owned], hashes, leases=(), num_unwritten=0) -> wire.Holding:
     lists = page_lists(sealed)
     return wire.Holding(
         **page_lists(held),
+        num_unwritten=num_unwritten,
         sealed_pages=lists["pages"],
         sealed_epochs=lists["epochs"],
         sealed_hashes=b"".join(hashes),
@@ -131,6 +132,28 @@ def test_an_engine_gets_back_what_it_reports_and_the_rest_is_free(before):
     after.seal(1, before.held, chain("a", "b", "d"), first=2)
     after.client(5)
     assert after.acquire(5, chain("a", "b", "d")).num_blocks == 3
+
+
+def test_what_an_engine_reports_as_its_stock_is_its_stock_and_no_block_is_evicted_for_another():
+    """It counted as being written: with every restart of the mempool a part of the blocks went for pages anew."""
+    before = Recorded()
+    worker(before, 7, 70, quota=3)
+    before.save(7, chain("a", "b", "c"))
+    before.closed(7)
+    before.dead(70)
+    worker(before, 1, 10, quota=NUM_PAGES)
+    stock = before.take(1, 3)
+    after = successor(before)
+    worker(after, 1, 10, quota=NUM_PAGES, memory_id=BOOT, holding=holding(stock, [], [], num_unwritten=3))
+    assert after.counts() == {"sealed": 3, "writing": 3}
+    (engine,) = after.pool.memory.engines.attached.values()
+    assert (len(engine.stock), after.pool.num_spare) == (3, 6)
+    after.write(1, stock[:1])
+    assert (len(engine.stock), after.pool.counters["messages_stale"]) == (2, 0)
+    after.seal(1, stock[:2], chain("d", "e"))
+    after.give_back(1, stock[2:])
+    assert stock[2] not in after.granted[1]
+    assert (stock[2][0], stock[2][1] + 1) in after.granted[1], "under the next epoch"
 
 
 def test_a_page_beside_the_indexed_one_takes_its_place_after_the_mempool_too():

@@ -236,10 +236,11 @@ class Engines:
     def writes(self, engine: Engine, pages: Sequence[PageId]) -> list[PageId]:
         """The engine begins to write these pages of its own: those of them that it did not write before."""
         states = self._table.states
-        pages = [page for page in pages if states[page] == PageState.GRANTED]
-        engine.stock.difference_update(pages)
-        self._table.apply_all(pages, PageEvent.WRITE)
-        return pages
+        begun = [page for page in pages if page in engine.stock]
+        engine.stock.difference_update(begun)
+        # of an earlier mempool's pages also the unwritten ones are said to be written
+        self._table.apply_all([page for page in begun if states[page] == PageState.GRANTED], PageEvent.WRITE)
+        return begun
 
     def completes(self, engine: Engine, page: PageId) -> None:
         """The engine has written all of this page of its own, which is held no more."""

@@ -109,6 +109,7 @@ class Inheritance:
             self._in_doubt.discard(page)
             self._table.apply(page, PageEvent.CLAIMED)
             engine.held.add(page)
+        engine.stock.update(page for page, _ in held[: max(0, holding.num_unwritten)])
         named = [entry for block in sealed if (entry := self._claim_sealed(engine, block)) is not None]
         for lease_id, pages in leases:
             entries = [self._by_page[page] for page, _ in pages]

@@ -22,7 +22,6 @@ from services.mempool.core.page_state import PageEvent
 from services.mempool.core.space import Memory
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, InstanceId, PageId
-from shared.kv.page import PageState
 from shared.wire import mempool as wire
 
 
@@ -229,8 +228,7 @@ class Pool(Lifetimes):
     def num_spare(self) -> int:
         """The same, and what engines have in stock."""
         assert self.memory is not None
-        stock = self.memory.table.counts[PageState.GRANTED] - sum(len(c.pages) for c in self.claims)
-        return self.num_at_hand + max(0, stock)
+        return self.num_at_hand + sum(len(engine.stock) for engine in self.memory.engines.attached.values())
 
     def claim(self, count: int, *, ask: bool = True, lends: bool = False, keeps: bool = False) -> Claim:
         """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
