@@ -100,8 +100,10 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self._expect_nothing_late()
         if asked := self.quota.take_shrink():
             spare = min(asked, len(self.stock))
-            self.quota.give_back(self.give(spare))
-            self._evict(asked - spare, is_replaced=False)
+            self.quota.give_back(self.give(spare), answers=spare)
+            if asked > spare:
+                self._evict(asked - spare, is_replaced=False)
+                self.quota.give_back([], answers=asked - spare)  # though it be that fewer were cached
         self._evict(self.quota.take_uncache())
         numbers, pages = self.quota.take_vacates()
         if numbers:
@@ -110,7 +112,8 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def give_spare(self) -> None:
         """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows them."""
-        self.quota.give_back(self.give(self.quota.take_shrink(len(self.stock))))
+        count = self.quota.take_shrink(len(self.stock))
+        self.quota.give_back(self.give(count), answers=count)
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""

@@ -73,6 +73,7 @@ class EngineAttachment:
             instance_epoch=instance_epoch,
             description=description,
             quota_pages=quota_pages,
+            says_answers=True,
             lets_go=True,  # an attachment ends when no view of its memory is left
         )
         self._quota = quota_pages
@@ -350,7 +351,8 @@ class EngineAttachment:
             with self._lock:
                 spare = [self._stock.pop() for _ in range(min(message.count, len(self._stock)))]
                 self._counters["pages_given_back"] += len(spare)
-            self._send_pages(wire.GiveBack, spare)
+            given, epochs = u32_bytes(p for p, _ in spare), u64_bytes(e for _, e in spare)
+            self._send(wire.GiveBack(pages=given, epochs=epochs, answers=message.count))
         elif isinstance(message, wire.Vacate):  # pages in hand are being written
             wanted = set(zip(u32_list(message.pages), u64_list(message.epochs), strict=False))
             with self._lock:

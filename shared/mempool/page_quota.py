@@ -75,6 +75,7 @@ class PageQuota:
             description=description,
             quota_pages=quota_pages,
             works_in_pages=True,
+            says_answers=True,
         )
         self._memory_id = _NO_EPOCH
         self._granted: deque[Owned] = deque()  # appended by the reader thread, popped by the engine's
@@ -167,7 +168,8 @@ class PageQuota:
         return len(self._granted)
 
     def take_shrink(self, most: int | None = None) -> int:
-        """How many pages the pool asked back since the last call; `most`: the others with the next."""
+        """How many pages the pool asked back since the last call; `most`: the others with the next. Once they are dealt
+        with, whether there were as many or not, say so: give_back(answers)."""
         if not self._shrink:
             return 0
         with self._arrived:
@@ -320,10 +322,15 @@ class PageQuota:
         self.counters["pages_unpinned"] += len(pages)
         self._send_pages(wire.Unpin, pages)
 
-    def give_back(self, pages: Sequence[Owned]) -> None:
-        """Pages that were granted and that no step writes, or will."""
+    def give_back(self, pages: Sequence[Owned], answers: int = 0) -> None:
+        """Pages that were granted and that no step writes, or will. `answers`: so many of those that take_shrink() said
+        are dealt with, in the last message."""
         self.counters["pages_given_back"] += len(pages)
-        self._send_pages(wire.GiveBack, pages)
+        parts = [*_parts(pages)] or [pages] * (answers > 0)
+        for number, part in enumerate(parts, 1):
+            pages_words, epochs_words = u32_bytes(p for p, _ in part), u64_bytes(e for _, e in part)
+            answered = answers if number == len(parts) else 0
+            self._send(wire.GiveBack(pages=pages_words, epochs=epochs_words, answers=answered))
 
     def handoff_ready(self, handoff_id: HandoffId, hashes: Iterable[BlockHash], ttl_ms: int) -> None:
         """After the seals of these blocks: hold them for the decode side."""
@@ -375,9 +382,7 @@ class PageQuota:
             self.lost = True
             self._arrived.notify_all()
 
-    def _send_pages(
-        self, kind: type[wire.Writing] | type[wire.Unpin] | type[wire.GiveBack], pages: Sequence[Owned]
-    ) -> None:
+    def _send_pages(self, kind: type[wire.Writing] | type[wire.Unpin], pages: Sequence[Owned]) -> None:
         for part in _parts(pages):
             self._send(kind(pages=u32_bytes(p for p, _ in part), epochs=u64_bytes(e for _, e in part)))
 

@@ -59,6 +59,7 @@ class Attach(Struct, frozen=True, kw_only=True, tag="attach"):
     quota_pages: int = 0  # how many granted pages an engine wants to hold
     lets_go: bool = False  # this process writes no page that it got by earlier attachments of this instance
     works_in_pages: bool = False  # of an engine: see the module's docstring
+    says_answers: bool = False  # of an engine: it answers each Shrink that is not `cached` (GiveBack.answers)
     capacity_bytes: int = 0  # of a rank: what pages may take on all ranks together; 0: the pool's own limit
     # where its pages lie: "cuda:" and the GPU's UUID in hex, no dashes; "cpu", or "cpu:" and a name (of a NUMA node)
     device: str = "cpu"
@@ -110,6 +111,7 @@ class GiveBack(Struct, frozen=True, kw_only=True, tag="give_back"):
 
     pages: bytes
     epochs: bytes
+    answers: int = 0  # pages that Shrink asked for and that are dealt with: given, unpinned, or not there
 
 
 class Detach(Struct, frozen=True, kw_only=True, tag="detach"):

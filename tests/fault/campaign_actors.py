@@ -126,9 +126,8 @@ class Core:
 
     def _absorb(self) -> None:
         self.stock.extend(self.quota.take_granted())
-        spare = [self.stock.pop() for _ in range(min(self.quota.take_shrink(), len(self.stock)))]
-        if spare:
-            self.quota.give_back(spare)
+        asked = self.quota.take_shrink()
+        self.quota.give_back([self.stock.pop() for _ in range(min(asked, len(self.stock)))], answers=asked)
 
     def writing(self, pages: list[Owned]) -> None:
         self.quota.writing([_owned(own) for own in pages])

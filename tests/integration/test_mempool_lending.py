@@ -45,9 +45,8 @@ class Engine:
     def answer(self) -> None:
         """What an engine does between two steps."""
         self.stock += self.quota.take_granted()
-        back = [self.stock.pop() for _ in range(min(len(self.stock), self.quota.take_shrink()))]
-        if back:
-            self.quota.give_back(back)
+        asked = self.quota.take_shrink()
+        self.quota.give_back([self.stock.pop() for _ in range(min(len(self.stock), asked))], answers=asked)
 
     async def until(self, condition, what: str, *others: "Engine"):
         async with asyncio.timeout(LIMIT_S):

@@ -14,6 +14,7 @@ from shared.engine import page_pool
 from shared.engine.page_pool import PageBlockPool
 from shared.engine.page_swaps import LEASED, SEALED, STOCK, UNKNOWN
 from shared.ids import BlockHash
+from shared.kv.words import u32_list
 
 NUM_BLOCKS, BLOCK_TOKENS = 64, 32
 HASHES = [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(8)]
@@ -28,7 +29,7 @@ class Quota:
 
         self.unpinned: list[list[tuple[int, int]]] = []
         self.given_back: list[tuple[int, int]] = []
-        self.shrink = 0
+        self.shrink = self.answered = 0
 
     def unpin(self, pages: list) -> None:
         self.unpinned.append(list(pages))
@@ -47,8 +48,9 @@ class Quota:
     def take_vacates(self) -> tuple[list, list]:
         return [], []
 
-    def give_back(self, pages: list) -> None:
+    def give_back(self, pages: list, answers: int = 0) -> None:
         self.given_back += pages
+        self.answered += answers
 
 
 @pytest.fixture
@@ -167,6 +169,25 @@ def test_beside_a_step_only_empty_pages_are_given_back(pool):
     pool.quota.shrink = 5
     pool.give_spare()
     assert sorted(page for page, _ in pool.quota.given_back) == [29, 30, 31]
-    assert (pool.quota.shrink, pool.quota.unpinned) == (2, [])
+    assert (pool.quota.shrink, pool.quota.unpinned, pool.quota.answered) == (2, [], 3)
     pool.absorb()
     assert [page for part in pool.quota.unpinned for page, _ in part] == PAGES[:2]
+    assert pool.quota.answered == 5
+    pool.quota.shrink = 100
+    pool.absorb()
+    assert pool.quota.answered == 105, "though it had fewer"
+
+
+def test_the_mempools_successor_hears_what_is_in_stock_and_then_of_each_page_that_a_step_writes(pool):
+    pool.stock.extend(pool.blocks[30:33])
+    for block in pool.stock:
+        pool.kinds[block.block_id] = STOCK
+    pool.num_owned += 3
+    writing, aborted = pool.get_new_blocks(2)
+    pool.free_blocks([aborted])
+    pool._written.clear()  # the mempool knew of both, and is lost
+    held = pool.holding([])
+    assert held.num_unwritten == 2
+    assert u32_list(held.pages) == [aborted.block_id - 1, 31, writing.block_id - 1]
+    assert pool.get_new_blocks(2)[0] is aborted
+    assert [page for page, _ in pool._written] == [aborted.block_id - 1, 31]

@@ -116,9 +116,9 @@ class Run:
     def give_back(self) -> None:
         asked = answers(self.rig, DECODE, wire.Shrink)[self.num_shrinks :]
         self.num_shrinks += len(asked)
-        count = min(sum(each.count for each in asked), len(self.rig.granted[DECODE]))
-        if count:
-            self.rig.say(DECODE, wire.GiveBack(**page_lists(self.rig.take(DECODE, count))))
+        wanted = sum(each.count for each in asked)
+        count = min(wanted, len(self.rig.granted[DECODE]))
+        self.rig.give_back(DECODE, self.rig.take(DECODE, count), answers=wanted)
 
     def write(self) -> None:
         """Requests in decode grow."""

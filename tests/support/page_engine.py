@@ -382,6 +382,9 @@ class SimEngine:
         assert pool.num_owned == len(owned)
         stock = {block.block_id for block in pool.stock}
         assert len(stock) == len(pool.stock)
+        unwritten = {b - 1 for b in stock if not pool._begun[b]}.union(page for page, _ in pool._written)
+        unwritten.update(page for page, _ in self.quota._granted)
+        self.world.assert_known(self.quota._link.connection, self.quota.num_asked, unwritten)
         cached = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
         assert len(cached) == pool.free_block_queue.num_free_blocks
         for block in pool.blocks[1:]:

@@ -39,6 +39,12 @@ class MemoryRules(RuleBasedStateMachine):
 
     @rule()
     @precondition(lambda self: self.claims)
+    def ask_again(self):
+        self.world.mempool.pool.ask_again(self.claims[0])
+        self.world.mempool.run(self.world.mempool.pool.flush())
+
+    @rule()
+    @precondition(lambda self: self.claims)
     def end_claim(self):
         self.world.mempool.pool.cancel(self.claims.pop(0))
         self.world.mempool.run(self.world.mempool.pool.flush())

@@ -288,6 +288,18 @@ class World:
         assert now == epoch, f"page {page} was freed under epoch {epoch} ({now} now): {why}"
         assert state in _IN_USE, f"page {page} is {state.name}: {why}"
 
+    def assert_known(self, connection: int, num_asked: int, unwritten: set[int]) -> None:
+        """The pool knows how much of what it asked an engine for that has not answered, and which pages it has begun to
+        write: what the engine knows, and what is on its way."""
+        memory = self.mempool.pool.memory if self.mempool is not None else None
+        engine = memory.engines.attached.get(connection) if memory is not None else None
+        if engine is not None:
+            asks, answers = self.mempool.to_peer[connection], self.mempool.to_pool[connection]
+            num_asked += sum(m.count for m in asks if isinstance(m, wire.Shrink) and not m.cached)
+            num_asked += sum(m.answers for m in answers if isinstance(m, wire.GiveBack))
+            assert engine.asked == num_asked, (engine.asked, num_asked)
+            assert asks or answers or engine.stock == unwritten, (engine.stock, unwritten)
+
     def counts(self) -> dict[str, int]:
         """Pages by state, zeros left out; they add up."""
         counts = self.mempool.counts()

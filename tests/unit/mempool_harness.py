@@ -97,7 +97,8 @@ class Harness:
     # -- peers ------------------------------------------------------------------------------------
 
     def engine(self, connection: int, *, quota: int = 2, process: int = 0, **fields: object) -> None:
-        options = {"instance": InstanceId(f"i{connection}"), "description": DESCRIPTION} | fields
+        options = {"instance": InstanceId(f"i{connection}"), "description": DESCRIPTION, "says_answers": True}
+        options |= fields
         message = wire.Attach(kind="engine", quota_pages=quota, **options)
         self.run(self.pool.on_attach(connection, process or connection, message, self.now_ms))
 
@@ -155,8 +156,10 @@ class Harness:
     def need(self, connection: int, count: int) -> None:
         self.say(connection, wire.NeedPages(count=count))
 
-    def give_back(self, connection: int, pages: list[Owned]) -> None:
-        self.say(connection, wire.GiveBack(**page_lists(pages)))
+    def give_back(self, connection: int, pages: list[Owned], answers: int | None = None) -> None:
+        """`answers`: to be asked for so many pages; None: for these."""
+        count = len(pages) if answers is None else answers
+        self.say(connection, wire.GiveBack(**page_lists(pages), answers=count))
 
     def ready(self, connection: int, handoff_id: str, hashes: list[BlockHash], ttl_ms: int = 1000) -> None:
         self.say(

@@ -2,10 +2,11 @@
 
 import pytest
 
-from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS
+from services.mempool.core.claims import SPARE_PART
+from services.mempool.core.pull import SPARE_WITHIN_MS
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import chain, page_lists
+from tests.unit.mempool_harness import chain
 from tests.unit.test_mempool_spaces import DECODE, FRONT, PREFILL, Spaces, acquire, answers
 
 NUM_PAGES, STEP = 200, 8
@@ -28,7 +29,7 @@ class Pair(Spaces):
         self.num_shrinks += len(asked)
         count = sum(each.count for each in asked)
         if count:
-            self.say(DECODE, wire.GiveBack(**page_lists(self.take(DECODE, count))))
+            self.give_back(DECODE, self.take(DECODE, count))
         return count
 
     def step(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.mempool.core.pull import SPARE_WITHIN_MS
-from services.mempool.core.pulls import ASK_AGAIN_MS as PULL_ASKS_AGAIN_MS
+from services.mempool.core.claims import SPARE_PART
+from services.mempool.core.pull import ASK_AGAIN_MS, SPARE_WITHIN_MS
 from shared.ids import HandoffId
 from shared.kv.words import u32_bytes
 from shared.wire import mempool as wire
@@ -142,6 +142,23 @@ def test_no_more_goes_back_at_once_than_a_quarter_of_the_spare_pages():
     assert rig.core.status().counters["push_backs_dropped"] == 1
 
 
+def test_for_what_goes_back_an_engine_is_asked_for_a_quarter_of_its_stock_though_more_is_cached_that_nobody_uses():
+    """Under blocks that it caches these cannot be evicted: it gave its stock, and let go of cached blocks."""
+    rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25)
+    pool, long = rig.core.pools[0], chain("a", "b", "c", *range(9))
+    for at in range(3, 7):
+        decode_seals(rig, long, at, "z")
+        rig.give_back(PREFILL, rig.take(PREFILL, 1))
+        rig.copied()
+    pages = rig.take(PREFILL, 1)
+    rig.write(PREFILL, pages)
+    rig.seal(PREFILL, pages, [*long[:7], *chain("next turn")], first=7)
+    assert (pool.num_at_hand, pool.index.can_evict, len(rig.granted[PREFILL])) == (4, False, 8)
+    num_asked = len(answers(rig, PREFILL, wire.Shrink))
+    decode_seals(rig, [*long[:7], *chain(*"wxyz")], 7, "wxyz")
+    assert answers(rig, PREFILL, wire.Shrink)[num_asked:] == [wire.Shrink(count=8 // SPARE_PART)]
+
+
 def test_nothing_leaves_for_host_memory_while_an_engine_can_spare_pages():
     dram = {"dram_bytes": 16 * PAGE_BYTES, "dram_for_host": True}
     rig = handed_over("3", quota=16, decode_quota=8, stock_share=0.25, **dram)
@@ -165,7 +182,7 @@ def test_what_an_engine_that_stands_still_was_to_spare_is_evicted_for_a_reader_i
     fill_decode(rig, chain("x"), "x")
     rig.say(PREFILL_FRONT, wire.Acquire(call_id=5, hashes=b"".join(chain("x")), wait_ms=1_000))
     assert not rig.copies
-    rig.advance(PULL_ASKS_AGAIN_MS)
+    rig.advance(ASK_AGAIN_MS)
     rig.copied()
     assert answers(rig, PREFILL_FRONT, wire.Acquired)[0].num_blocks == 1
     assert pool.index.get(MORE[3]) is None

@@ -243,8 +243,7 @@ def test_what_an_engine_gave_of_a_large_stock_is_not_taken_back_from_the_blocks_
     pool = Harness(num_pages=100)
     worker(pool, 1, quota=99)
     claim = pool.pool.claim(20)
-    given, pool.granted[1] = pool.granted[1][:19], pool.granted[1][19:]
-    pool.say(1, wire.GiveBack(**page_lists(given)))
+    pool.give_back(1, pool.take(1, 19))
     pool.pool.begin_writing(claim)
     names = chain(*(f"c{i}" for i in range(20)))
     pool.pool.take_in(

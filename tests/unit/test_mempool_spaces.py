@@ -226,7 +226,7 @@ def test_without_free_pages_the_engine_is_asked_and_the_copy_begins_when_they_co
 def test_engines_that_could_not_give_pages_are_asked_again():
     spaces = greedy()
     acquire(spaces, ABC)
-    spaces.give_back(DECODE, spaces.take(DECODE, 1))
+    spaces.give_back(DECODE, spaces.take(DECODE, 1), answers=3)
     spaces.advance(60)
     assert [shrink.count for shrink in answers(spaces, DECODE, wire.Shrink)] == [3, 2]
     spaces.give_back(DECODE, spaces.take(DECODE, 2))

@@ -181,7 +181,7 @@ class Attachments(Supply):
             self._let_go(process, message.instance)
         quota = max(0, min(message.quota_pages, memory.table.num_pages))
         engine = Engine(connection, process, message.instance, epoch, quota, demand=quota)
-        engine.works_in_pages = message.works_in_pages
+        engine.works_in_pages, engine.says_answers = message.works_in_pages, message.says_answers
         if message.works_in_pages and message.description is not None and not memory.only_lends:
             engine.least = num_blocks(message.description.max_model_len, memory.block_tokens) + 1
         try:
@@ -195,8 +195,8 @@ class Attachments(Supply):
         self.report(process)
         back = [rank.process for rank in memory.engines.ranks.values() if rank.instance == message.instance]
         self._report_ranks(message.instance, back)
-        for over, count in memory.engines.excess().items():
-            self._send(over, wire.Shrink(count=count))
+        for over, count in memory.engines.excess():
+            self._ask(over, count)
         self._serve()
         return created
 

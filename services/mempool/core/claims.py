@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from shared.ids import InstanceId, PageId
 
+SPARE_PART = 4  # such a part of the spare pages may go to blocks that nobody waits for (decisions 0029, 0054)
+
 
 @dataclass(slots=True)
 class Client:
@@ -19,9 +21,10 @@ class Claim:
 
     wanted: int
     pages: list[PageId] = field(default_factory=list)
-    asked: int = 0  # of engines, to give back
+    asks: bool = True  # engines to give pages back
     lends: bool = False  # they become leased, not granted
     evicts: bool = True  # False: engines can spare as many, and blocks stay where they are
+    is_last: bool = False  # nobody waits for it: what comes goes to the others first
 
     @property
     def lacking(self) -> int:

@@ -34,6 +34,8 @@ class Engine:
     demand: int  # pages asked for and not granted yet
     held: set[PageId] = field(default_factory=set)
     stock: set[PageId] = field(default_factory=set)  # of these those that it has not begun to write
+    asked: int = 0  # pages that it was asked to give back, and that it has not answered for
+    says_answers: bool = False  # else of that nothing is known: it is of an earlier version
     works_in_pages: bool = False
     least: int = 0  # pages that its longest request takes
     owed: int = 0  # of its demand what it asked for or let go of: blocks are evicted for these
@@ -228,10 +230,16 @@ class Engines:
         ]
         return [e for e in self.attached.values() if any(other is not e for other in starving)]
 
-    def excess(self) -> dict[int, int]:
-        """connection -> pages beyond its cap."""
-        over = {c: e.num_pages - self.cap(e) for c, e in self.attached.items()}
-        return {connection: count for connection, count in over.items() if count > 0}
+    def excess(self) -> list[tuple[Engine, int]]:
+        """Engines that have pages beyond their cap, and how many that they were not asked for."""
+        over = [
+            (engine, engine.num_pages - self.cap(engine) - engine.asked) for engine in self.attached.values()
+        ]
+        return [(engine, count) for engine, count in over if count > 0]
+
+    def answers(self, engine: Engine, count: int) -> None:
+        """The engine has dealt with so many of the pages that it was asked for, whether it gave them or not."""
+        engine.asked -= min(max(0, count), engine.asked)
 
     def writes(self, engine: Engine, pages: Sequence[PageId]) -> list[PageId]:
         """The engine begins to write these pages of its own: those of them that it did not write before."""

@@ -7,7 +7,6 @@ stays: the next engine of its kind gets the memory again, as soon as there is so
 behind spaces goes as soon as nobody has been in any of them for so long, and comes back with the first who comes.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from services.mempool.core.actions import Action
@@ -120,7 +119,3 @@ class Lifetimes(Attachments):
                 self.index.condemn_late(entry, known)
                 self.counters["blocks_condemned"] += 1
                 return
-
-    @abstractmethod
-    def ask_unpin(self, count: int) -> int:
-        """See Pool."""

@@ -10,7 +10,7 @@ MemServe 5.1, Table 4. "P" is the prefill end, "D" the decode end.
 | 3     | as 1, and has what D completes | as 2; what it completes goes back to P                 | the mempool, below |
 
 The block in which the prompt ends is completed by D, so it goes back too. Going back needs no step of P's engine: its
-mempool copies, into pages that are free, that nobody pins or that the engine has in stock, at most a part of these
+mempool copies, into pages that are free, that nobody pins or that the engine has in stock, at most a part of its stock
 (decision 0054), and gives up where there are none: P reads it from D when it wants it, or computes it. What goes back
 to another host's P does so by returns.py, in runs of blocks and not at once.
 In modes 1 and 2 P does not read from D's space either; in mode 3 it does, for what has not come back. Where both ends

@@ -146,6 +146,7 @@ class Pool(Lifetimes):
             memory.engines.unpin_all(engine, pages)
         elif isinstance(message, wire.GiveBack):
             memory.engines.give_back_all(engine, pages)
+            memory.engines.answers(engine, message.answers)
         else:
             pages = memory.engines.writes(engine, pages)
         self.counters["messages_stale"] += len(named) - len(pages)
@@ -229,51 +230,6 @@ class Pool(Lifetimes):
         """The same, and what engines have in stock."""
         assert self.memory is not None
         return self.num_at_hand + sum(len(engine.stock) for engine in self.memory.engines.attached.values())
-
-    def claim(self, count: int, *, ask: bool = True, lends: bool = False, keeps: bool = False) -> Claim:
-        """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
-
-        Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py). keeps: blocks
-            that nobody pins, too, until ask_again(), where engines have more in stock than they need (decision 0054).
-        """
-        claim = Claim(count, lends=lends, evicts=not keeps or self._num_to_spare() < count)
-        self.claims.append(claim)
-        self._serve()
-        if ask:
-            self._ask_engines(claim)
-        return claim
-
-    def ask_again(self, claim: Claim) -> None:
-        """Engines gave what they could then; by now they may have more."""
-        claim.asked, claim.evicts = 0, True
-        self._serve()
-        self._ask_engines(claim)
-
-    def _ask_engines(self, claim: Claim) -> None:
-        """What is free or unused is the claim's already: the rest is with engines, who can give most gives first."""
-        assert self.memory is not None
-        engines = self.memory.engines
-        most = {e: e.num_pages if claim.evicts else engines.surplus(e) for e in engines.attached.values()}
-        for engine in sorted(most, key=lambda e: -most[e]):
-            count = min(claim.lacking - claim.asked, most[engine])
-            if count > 0:
-                claim.asked += count
-                self.counters["pages_asked_back"] += count
-                self._send(engine.connection, wire.Shrink(count=count))
-
-    def ask_unpin(self, count: int) -> int:
-        """Ask engines to unpin cached blocks that no request uses, the one with the most first; of how many pages."""
-        memory = self.memory
-        asked = 0
-        for engine in (
-            sorted(memory.engines.attached.values(), key=lambda e: -len(e.pinned)) if memory else ()
-        ):
-            part = min(count - asked, len(engine.pinned))
-            if part > 0:
-                asked += part
-                self._send(engine.connection, wire.Shrink(count=part, cached=True))
-        self.counters["pages_asked_unpinned"] += asked
-        return asked
 
     def begin_writing(self, claim: Claim) -> None:
         """A copy writes the claimed pages from now on."""

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut
-from services.mempool.core.claims import Claim
+from services.mempool.core.claims import SPARE_PART, Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
 from shared.ids import BlockHash, HandoffId, InstanceId
 from shared.wire.mempool import Acquire
 
-SPARE_PART = 4  # such a part of the spare pages may go to blocks that nobody waits for (decisions 0029, 0054)
+ASK_AGAIN_MS = 50  # engines, for pages that a copy lacks, and blocks are evicted for it
 SPARE_WITHIN_MS = 100  # for an engine to give pages back for such blocks: several of its steps
 
 

@@ -24,12 +24,11 @@ from services.mempool.core.claims import Claim
 from services.mempool.core.entry import Entry
 from services.mempool.core.pd_caching import PdCaching, PushBack
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import Layered, Pull, Reader, by_pool, cut_of, room_for_returns
+from services.mempool.core.pull import ASK_AGAIN_MS, Layered, Pull, Reader, by_pool, cut_of, room_for_returns
 from services.mempool.core.readers import TIMED, TIMED_US
 from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
 
-ASK_AGAIN_MS = 50
 TAPER = 4  # portions' bytes: a larger copy whose pages are all here goes in several, so that its end is short
 LARGEST = 4  # portions' bytes that go in one CopyPages: what came is indexed while the rest is on its way
 
@@ -125,11 +124,12 @@ class Pulls:
         until_ms: int,
         *,
         ask: bool = True,
+        is_last: bool = False,
     ) -> Pull:
         for source, entries in by_pool(sources):
             source.index.pin(entries)
         # not before the pins: to make room, it may have blocks leave for the host memory that has the sources
-        claim = pool.claim(len(sources), ask=ask, keeps=ask)
+        claim = pool.claim(len(sources), ask=ask, keeps=ask, is_last=is_last)
         number = next(self.numbers)
         pull = self.pulls[number] = Pull(number, pool, own, sources, claim, until_ms)
         self._expect(pull, [entry.block_hash for _, entry in sources])
@@ -167,7 +167,7 @@ class Pulls:
         if not found:
             return 0
         until_ms = now_ms + (self.limits.pull_patience_ms if within_ms is None else within_ms)
-        pull = self._begin(target, [], found, until_ms, ask=within_ms is not None)
+        pull = self._begin(target, [], found, until_ms, ask=within_ms is not None, is_last=handoff_id is None)
         pull.is_ahead = handoff_id is not None and within_ms is not None
         pull.short_ms = until_ms if handoff_id is None or pull.is_ahead else None
         pull.is_push, pull.is_counted, pull.handoff_id = True, handoff_id is None, handoff_id

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
-from services.mempool.core.claims import Claim
+from services.mempool.core.claims import SPARE_PART, Claim
+from services.mempool.core.engines import Engine
 from services.mempool.core.entry import Entry
 from services.mempool.core.page_state import PageEvent
 from services.mempool.core.radix import Index
@@ -55,7 +56,7 @@ class Supply(ABC):
             self.counters["twins_merged"] += 1
         if self.releases is not None:
             self.releases.advance()
-        for claim in self.claims:
+        for claim in sorted(self.claims, key=lambda claim: claim.is_last):
             self._fill(claim, memory)
         for connection, granted in memory.engines.serve(self._make_room).items():
             self.counters["pages_granted"] += len(granted)
@@ -81,6 +82,76 @@ class Supply(ABC):
     def ask_again_at_ms(self) -> int | None:
         """When engines are asked for cached blocks again; None: not before the next event."""
         return self._asked_at_ms + ASK_AGAIN_MS if self._asked_at_ms is not None else None
+
+    # -- the mempool's own -----------------------------------------------------------------------------
+
+    def claim(
+        self, count: int, *, ask: bool = True, lends: bool = False, keeps: bool = False, is_last: bool = False
+    ) -> Claim:
+        """Want pages, ahead of every engine; they come with this and later events. End it by take_in or cancel.
+
+        Args: ask: engines to give pages back, if it takes that. lends: they become leased (lending.py). keeps: blocks
+            that nobody pins, too, until ask_again(), where engines have more in stock than they need (decision 0054).
+            is_last: nobody waits for it; other claims go first, and engines are asked for no block that they cache.
+        """
+        evicts = not keeps or self._num_to_spare() < count
+        claim = Claim(count, asks=ask, lends=lends, evicts=evicts, is_last=is_last)
+        self.claims.append(claim)
+        self._serve()
+        if ask:
+            self._ask_engines(claim)
+        return claim
+
+    def ask_again(self, claim: Claim) -> None:
+        """Engines gave what they could then; by now they may have more, and who stands still is not waited for."""
+        claim.evicts = True
+        self._serve()
+        self._ask_engines(claim)
+
+    def _ask_engines(self, claim: Claim) -> None:
+        """What is free or unused is the claim's already: the rest is with engines, who can give most gives first.
+
+        None is asked for more than claims lack, what it has not answered for included: for all that it is asked for
+        until its step is over it gives its stock and then what it caches, also when nobody wants the pages any more.
+        """
+        assert self.memory is not None
+        lacking = sum(each.lacking for each in self.claims if each.asks and not each.is_last)
+        left = claim.lacking
+        most = {engine: self._most(engine, claim) for engine in self.memory.engines.attached.values()}
+        for engine in sorted(most, key=lambda engine: -most[engine]):
+            wanted = most[engine] if claim.is_last else min(most[engine], lacking)
+            count = min(left, wanted - engine.asked)
+            if count > 0:
+                left -= count
+                self.counters["pages_asked_back"] += count
+                self._ask(engine, count)
+
+    def _most(self, engine: Engine, claim: Claim) -> int:
+        """Pages that the engine may be asked to give for the claim."""
+        assert self.memory is not None
+        if not claim.evicts:
+            return self.memory.engines.surplus(engine)
+        return len(engine.stock) // SPARE_PART if claim.is_last else engine.num_pages
+
+    def _ask(self, engine: Engine, count: int) -> None:
+        """For pages, from its stock first."""
+        if engine.says_answers:
+            engine.asked += count
+        self._send(engine.connection, wire.Shrink(count=count))
+
+    def ask_unpin(self, count: int) -> int:
+        """Ask engines to unpin cached blocks that no request uses, the one with the most first; of how many pages."""
+        engines = self.memory.engines.attached.values() if self.memory is not None else ()
+        asked = 0
+        for engine in sorted(engines, key=lambda e: -len(e.pinned)):
+            part = min(count - asked, len(engine.pinned))
+            if part > 0:
+                asked += part
+                self._send(engine.connection, wire.Shrink(count=part, cached=True))
+        self.counters["pages_asked_unpinned"] += asked
+        return asked
+
+    # -- parts ------------------------------------------------------------------------------------
 
     def _num_to_spare(self) -> int:
         """Pages that are free or that engines need not have, and that no claim counts on."""
