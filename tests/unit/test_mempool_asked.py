@@ -1,9 +1,13 @@
 """What engines are asked to give back adds up to no more than is lacking: for the mempool, or for each other."""
 
+import pytest
+
 from services.mempool.core.claims import SPARE_PART, Claim
+from services.mempool.core.pull import ASK_AGAIN_MS
 from shared.wire import mempool as wire
-from tests.unit.mempool_harness import Harness, InstanceId, chain
+from tests.unit.mempool_harness import Harness, InstanceId, chain, page_lists
 from tests.unit.test_mempool_pins import unpin, worker
+from tests.unit.test_mempool_remote import DECODE, TwoMempools
 
 
 def asked(pool: Harness, connection: int) -> list[int]:
@@ -95,3 +99,35 @@ def test_for_what_nobody_waits_for_an_engine_is_asked_for_a_quarter_of_its_stock
     pool.give_back(1, pool.take(1, 5))
     assert [len(claim.pages) for claim in (back, another, reader)] == [1, 0, 4]
     assert asked(pool, 1) == [5], "and these were for the reader"
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_reader_of_another_hosts_blocks_gets_pages_that_an_engine_can_spare_before_blocks_are_evicted(
+    stands_still,
+):
+    two, other = TwoMempools(num_pages=20, stock_share=0.25), 5
+    two.b.worker(other, "cpu", quota=10)
+    two.b.say(other, wire.Unpin(**page_lists(two.b.save(other, chain(*range(6))))))
+    pool = two.b.core.pools[0]
+    assert (pool.num_free, pool.num_at_hand, len(two.b.granted[other])) == (0, 6, 10)
+    two.hand_off()
+    two.acquire()
+    two.deliver()
+    assert (asked(two.b, other), asked(two.b, DECODE)) == ([3], [])
+    two.b.advance(ASK_AGAIN_MS) if stands_still else two.b.give_back(other, two.b.take(other, 3))
+    assert (len(two.b.remote_pulls), pool.counters["pages_evicted"]) == (1, 3 if stands_still else 0)
+    two.copy()
+    two.deliver()
+    assert two.got()[0].num_blocks == 3
+    two.assert_at_rest()
+
+
+def test_engines_that_could_not_give_pages_for_another_hosts_blocks_are_asked_again():
+    two, other = TwoMempools(), 5
+    two.b.worker(other, "cpu")
+    two.hand_off()
+    two.acquire()
+    two.deliver()
+    two.b.give_back(DECODE, [], answers=3)
+    two.b.advance(ASK_AGAIN_MS)
+    assert asked(two.b, DECODE) == [3, 3]

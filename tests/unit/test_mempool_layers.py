@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from services.mempool.core.actions import StepOver
+from services.mempool.core.pull import ASK_AGAIN_MS
 from shared.errors import PeerProtocolError
 from shared.ids import HandoffId, InstanceId
 from shared.kv.layer_words import ALL_LAYERS, layer_word, layers_written
@@ -383,3 +384,15 @@ def test_a_copy_that_got_no_pages_was_no_reader_of_its_sources():
     it.give_back(PREFILL, pages)
     it.say(PREFILL, wire.Vacated(number=1))
     assert len(it.core.pools[0].releases.freeing) == 3
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_layers_go_into_pages_that_an_engine_can_spare_before_blocks_are_evicted_for_them(stands_still):
+    it = Spaces(20, stock_share=0.25)
+    it.worker(PREFILL, "cpu:0", description=LAYERED)
+    it.worker(DECODE, "cpu:1", description=LAYERED, quota=16)
+    it.say(DECODE, wire.Unpin(**page_lists(it.save(DECODE, chain(*"wxyz")))))
+    announce(it, ABC)
+    assert [asked.count for asked in answers(it, DECODE, wire.Shrink)] == [3]
+    it.advance(ASK_AGAIN_MS) if stands_still else it.give_back(DECODE, it.take(DECODE, 3))
+    assert (len(it.copies), len(in_target(it, chain(*"wxyz")))) == (1, 1 if stands_still else 4)

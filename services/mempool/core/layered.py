@@ -18,9 +18,10 @@ from msgspec import structs
 
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, LayerCut, StepOver
+from services.mempool.core.claims import SPARE_PART
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS, Pull, Reader, cut_of
+from services.mempool.core.pull import ASK_AGAIN_MS, SPARE_WITHIN_MS, Pull, Reader, cut_of
 from services.mempool.core.pulls import Pulls
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId
@@ -206,9 +207,9 @@ class LayerPulls:
             self._pulls.counters["layers_refused"] += 1
             return
         pull = LayerPull(
-            next(self._pulls.numbers), target, [], [], target.claim(len(blocks)),
+            next(self._pulls.numbers), target, [], [], target.claim(len(blocks), keeps=True),
             now_ms + self._pulls.limits.pull_patience_ms, is_push=True, is_counted=False, handoff_id=handoff_id,
-            origin=pool, connection=connection, blocks=blocks, cut=cut,
+            ask_ms=now_ms + ASK_AGAIN_MS, origin=pool, connection=connection, blocks=blocks, cut=cut,
         )  # fmt: skip
         self._open.append(pull)
         self._pulls.add(pull, [h for _, _, h in blocks])

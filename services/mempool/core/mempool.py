@@ -366,7 +366,7 @@ class Mempool(FromOutside):
         """Copies that can begin now, behind the words of their pages; and what answers have caused."""
         self.pulls.push_back.advance(now_ms)
         self.returns.advance(now_ms)
-        had_work = self.pulls.has_work()
+        had_work = self.pulls.has_work() or bool(self.remote.pulls)
         copies = self._begin_reads(now_ms)
         if had_work or copies:
             self._touch(*self.pools.values())

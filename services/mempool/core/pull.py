@@ -58,7 +58,7 @@ class Pull:
     is_counted: bool = True  # of pushes: by pd_caching.py
     is_ahead: bool = False  # of pushes: it is for a hand-off, and begins soon or never
     handoff_id: HandoffId | None = None  # of pushes: whose reader will want what they bring
-    ask_ms: int = 0  # when engines are asked for pages again
+    ask_ms: int | None = None  # when engines are asked for pages again; None: they are not
     short_ms: int | None = None  # from then on it is content with the pages that it has; None: all or nothing
     hashes: list[BlockHash] = field(default_factory=list)  # of the blocks that it brings
     traces: Mapping[BlockHash, str] = field(
@@ -89,7 +89,7 @@ class Pull:
     def due_ms(self) -> int:
         """When there is something to do about it without an event, while it waits for pages."""
         due = [self.until_ms, *(reader.until_ms for reader in self.readers)]
-        if not self.is_push:
+        if self.ask_ms is not None:
             due.append(self.ask_ms)
         if self.short_ms is not None and (self.claim.pages or self.begun):
             due.append(self.short_ms)

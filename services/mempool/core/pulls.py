@@ -222,7 +222,7 @@ class Pulls:
             elif now_ms >= pull.until_ms:
                 self.counters["pulls_without_pages"] += 1
                 self._give_up(pull, now_ms)
-            elif now_ms >= pull.ask_ms and not pull.is_push:
+            elif pull.ask_ms is not None and now_ms >= pull.ask_ms:
                 pull.ask_ms = now_ms + ASK_AGAIN_MS
                 pull.pool.ask_again(pull.claim)
         return out

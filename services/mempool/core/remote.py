@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from services.mempool.core.actions import NOBODY, Action, AskPeer, PoolLimits, PullRemote
+from services.mempool.core.claims import SPARE_PART
 from services.mempool.core.entry import Entry
 from services.mempool.core.pool import Pool
-from services.mempool.core.pull import SPARE_PART, SPARE_WITHIN_MS, Reader
+from services.mempool.core.pull import ASK_AGAIN_MS, SPARE_WITHIN_MS, Reader
 from services.mempool.core.remote_pull import Back, RemotePull, Step, entries_of, say_late, shorten
 from shared.errors import PeerProtocolError
 from shared.ids import BlockHash, HandoffId, PageId
@@ -209,10 +210,13 @@ class Remote:
             raise PeerProtocolError("RemoteAcquired: blocks without a lease")
         assert pull.pool.memory is not None
         pull.pages, pull.entries = entries_of(pull, lease, pull.pool.memory.block_tokens)
-        pull.claim = pull.pool.claim(len(pull.entries), keeps=pull.back is not None)
+        is_back = pull.back is not None
+        pull.claim = pull.pool.claim(len(pull.entries), keeps=True, is_last=is_back)
         pull.step = Step.CLAIMING
-        if pull.back is not None:
+        if is_back:
             pull.due_ms = now_ms + SPARE_WITHIN_MS
+        else:
+            pull.ask_ms = now_ms + ASK_AGAIN_MS
 
     def _on_checked(self, pull: RemotePull, message: wire.EpochsChecked, now_ms: int) -> None:
         try:
@@ -272,6 +276,9 @@ class Remote:
             if pull.step is Step.CLAIMING and pull.claim is not None:
                 if pull.back is not None and now_ms >= pull.due_ms:
                     shorten(pull, pull.claim)
+                if pull.ask_ms is not None and pull.claim.lacking and now_ms >= pull.ask_ms:
+                    pull.ask_ms = now_ms + ASK_AGAIN_MS
+                    pull.pool.ask_again(pull.claim)
                 if pull.entries and not pull.claim.lacking:
                     self._start(pull, now_ms)
             for late in [found for found in pull.readers if now_ms >= found[1].until_ms]:
@@ -311,6 +318,7 @@ class Remote:
     def next_deadline_ms(self) -> int | None:
         """When advance() has something to do without an event."""
         due = [p.due_ms for p in self.pulls.values() if p.step is not Step.PULLING]
+        due += [p.ask_ms for p in self.pulls.values() if p.step is Step.CLAIMING and p.ask_ms is not None]
         due += [reader.until_ms for p in self.pulls.values() for _, reader in p.readers]
         return min(due, default=None)
 

@@ -49,6 +49,7 @@ class RemotePull:
     entries: list[Entry] = field(default_factory=list)  # with pages here, once claimed
     pages: list[tuple[PageId, int]] = field(default_factory=list)  # and epochs, at the source
     claim: Claim | None = None
+    ask_ms: int | None = None  # when engines are asked for pages again; None: they are not
     began_ms: int = 0  # PULLING
     timeout_ms: int = 0  # of it
     back: Back | None = None  # nobody asked for it
