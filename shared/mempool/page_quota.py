@@ -85,9 +85,8 @@ class PageQuota:
         self._vacates: deque[wire.Vacate] = deque()  # at most as many as the pool has pages under way
         self._swapped: deque[tuple[SwappedOut | SwappedIn, float]] = deque()  # one for each call
         self._far: deque[FarPlaced | FarMoved] = deque()
-        self._unsent_releases: list[
-            LeaseId
-        ] = []  # the successor may have made them before this engine was back
+        # a successor may have made these leases before this engine was back
+        self._unsent_releases: list[LeaseId] = []
         self._link = self._new_link()
 
     def _new_link(self) -> BlockingUnixLink[wire.ToMempool, wire.FromMempool]:
@@ -323,8 +322,7 @@ class PageQuota:
         self._send_pages(wire.Unpin, pages)
 
     def give_back(self, pages: Sequence[Owned], answers: int = 0) -> None:
-        """Pages that were granted and that no step writes, or will. `answers`: so many of those that take_shrink() said
-        are dealt with, in the last message."""
+        """Granted pages that no step writes, or will. `answers`: so many of those that take_shrink() said are done."""
         self.counters["pages_given_back"] += len(pages)
         parts = [*_parts(pages)] or [pages] * (answers > 0)
         for number, part in enumerate(parts, 1):
