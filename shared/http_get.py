@@ -17,10 +17,14 @@ def open_url(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = 
 
     Raises: NO_ANSWER (of the statuses from 400 on, urllib's HTTPError); reading may raise them too.
     """
-    request = urllib.request.Request(url, headers=dict(headers or {}))
     if is_here(url):
-        return _directly.open(request, timeout=timeout_s)
-    return urllib.request.urlopen(request, timeout=timeout_s)
+        return open_directly(url, timeout_s=timeout_s, headers=headers)
+    return urllib.request.urlopen(_request(url, headers), timeout=timeout_s)
+
+
+def open_directly(url: str, *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
+    """As open_url(), wherever it is: of services whose addresses are this cluster's own. Raises: as open_url()."""
+    return _directly.open(_request(url, headers), timeout=timeout_s)
 
 
 def is_here(url: str) -> bool:
@@ -30,3 +34,7 @@ def is_here(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _request(url: str, headers: Mapping[str, str] | None) -> urllib.request.Request:
+    return urllib.request.Request(url, headers=dict(headers or {}))

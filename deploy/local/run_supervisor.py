@@ -113,9 +113,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
     traces = start.settings.trace_endpoint or str(config.paths_of(start.settings.home).traces)
     return {
         "url": "" if made.join else f"http://{host}:{made.ports.gateway}",
-        "joined": made.join.host
-        if made.join
-        else "",  # the machine with the gateway, whose port only it knows
+        "joined": made.join.host if made.join else "",  # who has the gateway, and alone knows its port
         "model": made.model_name,
         "model_dir": made.model_dir,
         "device": made.device,

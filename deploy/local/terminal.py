@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,8 +10,8 @@ from rich.console import Console
 
 from deploy.local import config
 from deploy.local.control import ControlClient
+from shared import http_get
 from shared.errors import PeerGone
-from shared.http_get import NO_ANSWER
 
 OK, FAILED, USAGE, NOT_RUNNING = 0, 1, 2, 3
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 wrong usage or setting, 3 no cluster is running."
@@ -31,7 +30,6 @@ def _console(*, stderr: bool) -> Console:
 
 
 # the services are on this machine, whatever http_proxy says
-_directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 out = _console(stderr=False)
 err = _console(stderr=True)
 
@@ -66,9 +64,9 @@ def status_or_none() -> dict[str, Any] | None:
 def get_json(url: str, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
     """A JSON object by GET; None when it cannot be had."""
     try:
-        with _directly.open(url, timeout=timeout_s) as reply:
+        with http_get.open_directly(url, timeout_s=timeout_s) as reply:
             found = json.loads(reply.read(MAX_REPLY_BYTES))
-    except NO_ANSWER:
+    except http_get.NO_ANSWER:
         return None
     return found if isinstance(found, dict) else None
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +19,8 @@ from loadtest.open_loop import OpenLoop, Plan, verdict
 from loadtest.profiler.runner import Observed, Spans, Told
 from loadtest.workloads.request import Request
 from loadtest.workloads.tokens import TokenRange
+from shared import http_get
 from shared.errors import ClusterError, PeerGone, SettingsError
-from shared.http_get import NO_ANSWER
 
 FULL_SHARE = 0.9  # above it what waits waits for memory
 GET_TIMEOUT_S = 5.0
@@ -30,7 +29,6 @@ IDLE_LIMIT_S, IDLE_PAUSE_S = 120.0, 0.1
 SAMPLES_LOST = 0.5  # of the readings of memory, at most
 
 # as the load goes, whatever http_proxy says
-_directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RunSaysNothing(ClusterError):
@@ -192,9 +190,9 @@ def _read(url: str, bearer: str = "") -> dict[str, Any]:
     """A JSON object by GET. Raises: PeerGone."""
     headers = {"authorization": f"Bearer {bearer}"} if bearer else {}
     try:
-        with _directly.open(urllib.request.Request(url, headers=headers), timeout=GET_TIMEOUT_S) as reply:
+        with http_get.open_directly(url, timeout_s=GET_TIMEOUT_S, headers=headers) as reply:
             found = json.loads(reply.read(MAX_REPLY_BYTES))
-    except NO_ANSWER as error:
+    except http_get.NO_ANSWER as error:
         raise PeerGone(f"{url} does not answer: {error}") from error
     return found if isinstance(found, dict) else {}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import ipaddress
-import resource
 import socket
 import sys
 from collections.abc import Generator
@@ -20,6 +19,7 @@ from shared.errors import SettingsError
 from shared.observe import log, service
 from shared.observe.admin import parse_listen
 from shared.transport.clock import MonotonicClock
+from shared.transport.unix_socket import take_all_descriptors
 
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 2_048
@@ -86,8 +86,7 @@ def server_of(app: FastAPI) -> uvicorn.Server:
 
 async def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one a connection
+    take_all_descriptors()  # one a connection
     listener = bind(settings.listen)
     logger = log.get_logger("coordinator")
     host, port = listener.getsockname()[:2]

@@ -16,9 +16,7 @@ from services.gateway.request import check_model
 from shared.errors import ModelNotFound, PromptTooLong
 from shared.observe import metrics as observed
 
-MAX_TOKENS = (
-    1 << 20
-)  # of /tokenize and /detokenize, or the context where it is longer: all is answered at once
+MAX_TOKENS = 1 << 20  # of /tokenize and /detokenize, or the context where it is longer
 
 router = APIRouter()
 

@@ -1,6 +1,5 @@
 """`python -m services.mempool --socket .quire/run/mempool.sock`: settings, clock, socket, core -> run."""
 
-import resource
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from shared.observe import log, service
 from shared.observe.admin import AdminServer
 from shared.transport.clock import MonotonicClock
 from shared.transport.heap import settle_heap
+from shared.transport.unix_socket import take_all_descriptors
 
 if TYPE_CHECKING:
     from services.mempool.desk_loop import DeskLoop
@@ -67,10 +67,7 @@ def open_desk(shell: MempoolShell, settings: MempoolSettings) -> "DeskLoop | Non
 async def run(settings: MempoolSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     ended = service.end_on_signal()
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most_files, most_files)
-    )  # one descriptor a slab, while adopting
+    take_all_descriptors()  # one a slab, while adopting
     kept = Kept(settings.keeper_socket, Epoch(time.time_ns() // 1_000))
     found = kept.take_over()
     shell = MempoolShell(

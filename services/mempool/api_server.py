@@ -115,9 +115,7 @@ class ApiServer:
         if self._pool.api.knows(connection.state):
             raise PeerProtocolError("a second hello")
         process = self._processes.number_of(connection)
-        if (
-            process is None
-        ):  # it may map pages: without its pidfd nobody could tell when it writes them no more
+        if process is None:  # without its pidfd nobody could tell when it writes pages no more
             log.warning("caller_refused", code="peer.credentials", pid=connection.peer.pid)
             connection.close()
             return

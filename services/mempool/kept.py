@@ -50,9 +50,7 @@ class Kept:
         self._restore_pause_s = RESTORE_INTERVAL_S
         self._forgets_all = False  # what an earlier mempool left, and could not be taken over
         self._found_dead: list[int] = []
-        self._lacks = (
-            False  # the keeper came back and has not got everything: it was full, or descriptors were short
-        )
+        self._lacks = False  # the keeper came back and has not got everything: it was full, say
         self._watches = False
         self._watched: tuple[int, int] | None = None  # connection number and descriptor under a reader
 

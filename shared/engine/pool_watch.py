@@ -29,9 +29,7 @@ logger = logging.getLogger(__name__)
 REATTACH_INTERVAL_S = 0.05
 ASKED_NAP_S = 0.002  # between looks at whether what the pool asks for may be answered beside the steps
 SPARED_PAGES = 256  # asked for at once, at most, if the stock is to give them while a step runs: a prompt's
-MOST_HOLDING_BYTES = MAX_MESSAGE_BYTES - (
-    64 << 10
-)  # the rest of Attach is less than that; a sealed page takes 80
+MOST_HOLDING_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # for the rest of Attach; a sealed page takes 80
 EXIT_MEMORY_LOST = 3  # of the engine core: the worker's front sees it die and starts anew
 
 

@@ -27,6 +27,13 @@ class OutOfDescriptors(ResourceError):
     code = "descriptors.exhausted"
 
 
+def take_all_descriptors() -> int:
+    """Raise this process's limit of open files as far as it may; returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 @contextlib.contextmanager
 def opening() -> Iterator[None]:
     """Around calls that open descriptors. Raises: OutOfDescriptors for their OSError, where it means that."""

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import resource
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ import msgspec
 from services.mempool.keeper import config
 from services.mempool.keeper.server import MAX_CONNECTIONS, KeeperServer
 from shared.errors import SettingsError
+from shared.transport.unix_socket import take_all_descriptors
 from shared.wire.keeper import MAX_FDS
 
 EXIT_SETTINGS = 2
@@ -50,8 +50,7 @@ class Log:
 
 def raise_limit(settings: config.KeeperSettings, log: Log) -> int:
     """Use all open files that this process may have; how many of them it can keep for others."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = take_all_descriptors()
     reserved = min(RESERVED_FDS, hard // 4)
     keepable = min(settings.max_fds, hard - reserved)
     if keepable < settings.expected_fds:
