@@ -155,6 +155,10 @@ class Core:
     def ready(self, handoff: str, hashes: list[bytes], ttl_ms: int) -> None:
         self.quota.handoff_ready(HandoffId(handoff), [BlockHash(h) for h in hashes], ttl_ms)
 
+    def made(self, lease_id: str) -> bool:
+        """Whether the mempool that this engine knows made the lease."""
+        return self.quota.made(lease_id)
+
     def take_lease(self, lease_id: str, pages: list[Owned]) -> bool:
         """False for a lease of another mempool than this engine knows: it was not, or is not, reported."""
         if not self.quota.made(lease_id):

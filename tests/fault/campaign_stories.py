@@ -49,7 +49,11 @@ def leased(world: World, instance: PageInstance, hashes: list[bytes], front, cor
     instance.acquiring = False
     if not lease_id:
         return None
-    got = instance.leases[lease_id] = Lease(lease_id, pages)
+    got = Lease(lease_id, pages)
+    if core.ask(
+        "made", lease_id
+    ):  # else a mempool did that died meanwhile: its successor knows of no such pin
+        instance.leases[lease_id] = got
     yield "lease handed to the core"
     if not core.ask("take_lease", lease_id, pages):
         instance.leases.pop(lease_id, None)
