@@ -33,7 +33,8 @@ def test_tokens_equal_stock_and_nothing_is_pulled_when_the_prompt_is_done(refere
         assert_same(name, answer, reference[name])
         decode = stage(answer, "decode")
         assert decode is not None
-        assert decode["tokens_computed"] == 1 or CASES[name]["params"].get("n", 1) > 1, (name, decode)
+        is_moved = decode["tokens_computed"] == 1 or CASES[name]["params"].get("n", 1) > 1
+        assert is_moved, f"{name}: {decode}\n{cluster.evidence(answer['id'])}"
     pool = cluster.pool_at_rest()
     counters = pool["counters"]
     assert counters["blocks_by_layer"] > 70

@@ -109,6 +109,12 @@ class LocalCluster:
                 return pool
             time.sleep(0.05)
 
+    def evidence(self, request_id: str) -> str:
+        """What a failed test is to show of a request: its trace, the mempool's status, the last lines of the logs."""
+        trace = self.quire("trace", request_id, check=False).stdout
+        logs = self.quire("logs", check=False).stdout.splitlines()[-60:]
+        return "\n".join([trace, json.dumps(self.pool()), *logs])
+
     def pid_of(self, name: str) -> int:
         """Process id of a service, from the supervisor."""
         return next(s["pid"] for s in self.status()["services"] if s["name"] == name)
