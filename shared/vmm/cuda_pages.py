@@ -5,7 +5,7 @@ Who makes pages (`CudaPages`) can export them; who got descriptors of them (`Imp
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -286,8 +286,21 @@ def _give_back(
     book: WindowBook,
     private: dict[int, int],
 ) -> None:
+    """All that the driver lets go of. Raises: its first refusal, at the end."""
+    refused: list[ClusterError] = []
+
+    def attempt(call: Callable[..., None], *arguments: int) -> None:
+        try:
+            call(*arguments)
+        except ClusterError as error:
+            refused.append(error)
+
     for index, count in book.mapped_runs():
-        driver.unmap(address + index * page_bytes, count * page_bytes)
+        attempt(driver.unmap, address + index * page_bytes, count * page_bytes)
+    stays_mapped = bool(refused)
     for handle in private.values():
-        driver.release(handle)
-    driver.free_reservation(address, num_indices * page_bytes)
+        attempt(driver.release, handle)
+    if not stays_mapped:  # addresses behind which something lies are not given back
+        attempt(driver.free_reservation, address, num_indices * page_bytes)
+    if refused:
+        raise refused[0]

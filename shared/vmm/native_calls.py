@@ -80,7 +80,7 @@ DONE, FAILED, HEAD, STOP = 0, 8, 16, 24  # words of the control block, a cache l
 def drain_forever(
     ring: Any, control: int, functions: Any, read: int, write: int, wake_fd: int, done_fd: int, buffer: int
 ) -> int:
-    """Execute the ring's rows in order until told to stop; sleep in read(wake_fd) when there are none.
+    """Execute the ring's rows in order, and sleep in read(wake_fd) without any. Told to stop, it does the rest first.
 
     Args:
         ring: int64 [num_rows, COLUMNS], a power of two of rows.
@@ -119,9 +119,10 @@ def drain_forever(
             tail += 1
             store_release(control + 8 * DONE, tail)
         call6(write, done_fd, buffer + 8, 8, 0, 0, 0)
-        if load_acquire(control + 8 * STOP):
+        if not load_acquire(control + 8 * STOP):
+            call6(read, wake_fd, buffer, 8, 0, 0, 0)
+        elif load_acquire(control + 8 * HEAD) == tail:  # what came before the word is done, too
             return 0
-        call6(read, wake_fd, buffer, 8, 0, 0, 0)
 
 
 @njit(cache=True)

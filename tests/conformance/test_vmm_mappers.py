@@ -102,6 +102,16 @@ def test_closing_executes_what_was_submitted_and_refuses_more(mapper, window):
         mapper.submit([])
 
 
+def test_closing_executes_what_was_submitted_while_the_thread_was_at_work(mapper, window):
+    mapper.submit([Op(OP_PAUSE, 60_000, 0)])
+    time.sleep(0.02)  # it has begun
+    ticket = mapper.submit([*window.plan_map(0, [1]), *window.plan_map(5, [2])])
+    mapper.close()
+    assert mapper.done == ticket == 3
+    view = window.as_memoryview()
+    view[0] = view[5 * PAGE] = 7
+
+
 def test_many_batches_from_a_busy_thread_all_arrive(mapper, window):
     stop = threading.Event()
 

@@ -106,6 +106,27 @@ def test_the_null_page_ends_with_its_window(driver):
     assert driver.used_bytes == 2 * PAGE
 
 
+def test_a_run_that_the_driver_keeps_holds_up_nothing_else_of_a_closing_window(driver, monkeypatch):
+    pages = CudaPages(driver, 2, PAGE)
+    window = pages.window(6)
+    window.map(0, 0)
+    window.map_private(2)
+    window.map(4, 1)
+    unmap = driver.unmap
+
+    def refuse_the_first(address, size_bytes):
+        if address == window.address:
+            raise VmmError("cuMemUnmap: CUDA_ERROR_UNKNOWN")
+        unmap(address, size_bytes)
+
+    monkeypatch.setattr(driver, "unmap", refuse_the_first)
+    with pytest.raises(VmmError, match="cuMemUnmap"):
+        window.close()
+    assert list(driver.mapped) == [window.address]
+    assert driver.used_bytes == 2 * PAGE, "the private page is the system's again"
+    assert window.address in driver.reservations, "something lies there"
+
+
 def test_a_forgotten_window_gives_everything_back(driver):
     pages = CudaPages(driver, 2, PAGE)
     window = pages.window(2)
