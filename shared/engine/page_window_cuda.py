@@ -5,6 +5,7 @@ goes back to the system are unmapped while kernels run: no step knows their bloc
 """
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +16,17 @@ from shared.engine.far_window_cuda import MAX_HOST_BYTES, CudaFar, room_for_slab
 from shared.errors import ClusterError
 from shared.mempool.rank_memory import RankMemory
 from shared.transport.unix_socket import close_fds
+from shared.vital_thread import end_process
 from shared.vmm.book import runs
 from shared.vmm.cuda_driver import CudaVmmDriver, VmmDriver
 from shared.vmm.cuda_pages import DeviceSpan
-from shared.vmm.errors import VmmError
+from shared.vmm.errors import MapperTimeout, VmmError
 from shared.vmm.interface import OP_CUDA_UNMAP, OP_PAUSE, Op
 from shared.vmm.mapper import Mapper, open_mapper
 
 UNMAP_US = 110  # that a slab takes besides the pause asked for: the call, and how late a sleeper wakes
+
+logger = logging.getLogger(__name__)
 
 
 class CudaWindow:
@@ -82,7 +86,10 @@ class CudaWindow:
             self._driver.set_access(self._at + first * self._slab_bytes, count * self._slab_bytes, access)
 
     def unmap(self, slabs: Sequence[int], bytes_per_s: int = 0) -> None:
-        """See SlabUser. Does not wait for kernels. Cost: one call for every slab, 30 to 60 us while kernels run."""
+        """See SlabUser. Does not wait for kernels. Behind an error nothing is unmapped later than this returns.
+
+        Cost: one call for every slab, 30 to 60 us while kernels run.
+        """
         mapped = [slab for slab in slabs if slab in self._mapped]
         ops = [Op(OP_CUDA_UNMAP, self._at + slab * self._slab_bytes, self._slab_bytes) for slab in mapped]
         if bytes_per_s and self._mapper is not None:
@@ -92,8 +99,8 @@ class CudaWindow:
                 self._mapper.wait(self._mapper.submit(paused))
                 self._mapped.difference_update(mapped)
                 return
-            except VmmError:
-                done, self._mapper = self._mapper.done, None  # it stopped at what was refused
+            except VmmError:  # it stopped at what was refused, or is late
+                done = self._stop(self._mapper)
                 self._mapped.difference_update(mapped[: (max(0, done - self._num_ops) + 1) // 2])
                 raise
             finally:
@@ -102,6 +109,19 @@ class CudaWindow:
         for slab, op in zip(mapped, ops, strict=True):
             self.apply([op])
             self._mapped.discard(slab)
+
+    def _stop(self, mapper: Mapper) -> int:
+        """How many of its ops are done, now that no more will be. Ends the process where that stays unknown: a late
+        unmap would take a slab that was mapped again.
+        """
+        self._mapper = None
+        try:
+            mapper.close()
+        except MapperTimeout as error:
+            logger.critical("which slabs are mapped is in doubt, and this process ends: %s", error.message)
+            end_process()
+            raise
+        return mapper.done
 
     def apply(self, ops: Sequence[Op]) -> None:
         """One after the other; all unmap."""

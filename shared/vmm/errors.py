@@ -16,6 +16,12 @@ class VmmUnavailable(VmmError):
     retryable = False
 
 
+class MapperTimeout(VmmError):
+    """A background mapper has not done by the deadline what it was given. Nothing was refused: it may still do it."""
+
+    code = "vmm.timeout"
+
+
 class BadMapping(VmmError):
     """The caller asked for what cannot be: a taken index, an unmapped one, a page without memory."""
 

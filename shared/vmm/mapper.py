@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shared.vmm.errors import VmmError, VmmUnavailable
+from shared.vmm.errors import MapperTimeout, VmmError, VmmUnavailable
 from shared.vmm.interface import OP_PAUSE, Op
 
 RING_ROWS = 1 << 14  # ops that may wait; a submitter waits for room beyond that
@@ -52,11 +52,14 @@ class Mapper(Protocol):
         ...
 
     def wait(self, ticket: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Raises: VmmError when an op failed or the time is over."""
+        """Raises: VmmError when an op failed, and none behind it is done; MapperTimeout: all of them may still be."""
         ...
 
     def close(self) -> None:
-        """Execute what was submitted, then stop. Idempotent."""
+        """Execute what was submitted, then stop: `done` changes no more. Idempotent.
+
+        Raises: MapperTimeout when it is still at work after WAIT_TIMEOUT_S: close again, or end the process.
+        """
         ...
 
 
@@ -94,6 +97,7 @@ class NativeMapper:
         self._head = 0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fds = [self._wake_fd, self._done_fd]  # that are open
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
         self._closed = False
@@ -173,7 +177,7 @@ class NativeMapper:
             self._check()
             left_ms = (deadline - time.monotonic()) * 1000
             if left_ms <= 0:
-                raise VmmError(f"op {ticket} is not executed after {timeout_s} s; {self.done} are")
+                raise MapperTimeout(f"op {ticket} is not executed after {timeout_s} s; {self.done} are")
             if self._poll.poll(left_ms) and not self._failure:
                 os.eventfd_read(self._done_fd)
 
@@ -191,15 +195,14 @@ class NativeMapper:
 
     def close(self) -> None:
         """See Mapper."""
-        if self._closed:
-            return
-        self._closed = True
-        self._native.publish(self._word(self._native.STOP), 1)
-        os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(WAIT_TIMEOUT_S)
-        if not self._thread.is_alive():  # else it still reads them
-            os.close(self._wake_fd)
-            os.close(self._done_fd)
+        if not self._closed:
+            self._closed = True
+            self._native.publish(self._word(self._native.STOP), 1)
+            os.eventfd_write(self._wake_fd, 1)
+        _join(self._thread)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
 
 
 class ThreadMapper:
@@ -276,7 +279,7 @@ class ThreadMapper:
             self._changed.wait_for(lambda: self._failure or self._done >= ticket, timeout_s)
             if self._done < ticket:
                 self._check()
-                raise VmmError(f"op {ticket} is not executed after {timeout_s} s; {self._done} are")
+                raise MapperTimeout(f"op {ticket} is not executed after {timeout_s} s; {self._done} are")
 
     def _check(self) -> None:
         if self._failure:
@@ -289,7 +292,14 @@ class ThreadMapper:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(WAIT_TIMEOUT_S)
+        _join(self._thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    """Raises: MapperTimeout: it has not ended, and uses still what it was given."""
+    thread.join(WAIT_TIMEOUT_S)
+    if thread.is_alive():
+        raise MapperTimeout(f"the mapper is still at work {WAIT_TIMEOUT_S} s after it was closed")
 
 
 def open_mapper(window: Calls, *, native: bool = True) -> Mapper:

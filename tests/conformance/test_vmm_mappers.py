@@ -8,7 +8,7 @@ import pytest
 
 from shared.vmm import mapper as mappers
 from shared.vmm.cuda_pages import CudaPages
-from shared.vmm.errors import VmmError
+from shared.vmm.errors import MapperTimeout, VmmError
 from shared.vmm.interface import OP_MMAP, OP_PAUSE, Op
 from shared.vmm.mapper import NativeMapper, ThreadMapper, open_mapper
 from shared.vmm.memfd_pages import MemfdPages
@@ -110,6 +110,20 @@ def test_closing_executes_what_was_submitted_while_the_thread_was_at_work(mapper
     assert mapper.done == ticket == 3
     view = window.as_memoryview()
     view[0] = view[5 * PAGE] = 7
+
+
+def test_whoever_waits_for_a_late_mapper_is_told_that_it_is_late_and_not_that_it_was_refused(
+    mapper, window, monkeypatch
+):
+    ticket = mapper.submit([Op(OP_PAUSE, 100_000, 0), *window.plan_map(0, [1])])
+    with pytest.raises(MapperTimeout, match="is not executed after"):
+        mapper.wait(ticket, 0.01)
+    monkeypatch.setattr(mappers, "WAIT_TIMEOUT_S", 0.01)
+    with pytest.raises(MapperTimeout, match="still at work"):
+        mapper.close()
+    monkeypatch.undo()
+    mapper.close()
+    assert mapper.done == ticket
 
 
 def test_many_batches_from_a_busy_thread_all_arrive(mapper, window):

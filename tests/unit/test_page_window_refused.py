@@ -1,14 +1,17 @@
-"""A GPU that refuses a call in the middle of a batch: an engine's window holds what its books say."""
+"""A GPU that refuses a call in the middle of a batch, or is late: an engine's window holds what its books say."""
 
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from shared.engine import page_window_cuda
 from shared.engine.page_window_cuda import CudaWindow
+from shared.vmm import mapper as mappers
 from shared.vmm.errors import VmmError
 from shared.vmm.interface import OP_PAUSE
+from shared.vmm.mapper import MAPPER_THREAD, ThreadMapper
 from tests.support.fake_vmm_driver import GRANULARITY_BYTES, READ_WRITE, FakeVmmDriver
 
 
@@ -26,6 +29,20 @@ class StoppingMapper:
     def wait(self, ticket):
         if self.done < ticket:
             raise VmmError("refused")
+
+    def close(self):
+        pass
+
+
+class HastyMapper(ThreadMapper):
+    """Nobody waits for it for longer than 20 ms."""
+
+    def wait(self, ticket, timeout_s=0.02):
+        super().wait(ticket, timeout_s)
+
+
+class ProcessEnds(BaseException):
+    """Where the process would end."""
 
 
 @pytest.fixture
@@ -47,8 +64,9 @@ def fds(driver):
 
 @pytest.fixture
 def open_window(driver, fds, monkeypatch):
-    def opened(num_slabs, most_ops=0):
-        monkeypatch.setattr(page_window_cuda, "open_mapper", lambda window: StoppingMapper(window, most_ops))
+    def opened(num_slabs, most_ops=0, kind=None):
+        made = kind or (lambda window: StoppingMapper(window, most_ops))
+        monkeypatch.setattr(page_window_cuda, "open_mapper", made)
         header = SimpleNamespace(num_pages=3, page_bytes=GRANULARITY_BYTES)
         given = [os.dup(fd) for fd in fds[:num_slabs]]
         memory = SimpleNamespace(
@@ -91,3 +109,49 @@ def test_a_slab_whose_pause_was_refused_is_unmapped(most_ops, gone, driver, open
     assert len(driver.named("cuMemUnmap")) == gone
     window.unmap([0, 1, 2])
     assert len(driver.named("cuMemUnmap")) == 3, "each once"
+
+
+@pytest.fixture
+def late(driver, monkeypatch):
+    """The driver's unmaps in the background last until this is set."""
+    go_on, unmap = threading.Event(), driver.unmap
+
+    def unmap_late(address, size_bytes):
+        if threading.current_thread().name == MAPPER_THREAD:
+            go_on.wait()
+        unmap(address, size_bytes)
+
+    monkeypatch.setattr(driver, "unmap", unmap_late)
+    yield go_on
+    go_on.set()
+
+
+def test_a_late_mapper_unmaps_no_slab_that_was_mapped_again(driver, fds, open_window, late):
+    window = open_window(3, kind=HastyMapper)
+    thread, slab = window._mapper._thread, window.address + GRANULARITY_BYTES
+    assert slab in driver.mapped
+    threading.Timer(0.06, late.set).start()
+    with pytest.raises(VmmError, match="is not executed after"):
+        window.unmap([0, 1, 2], bytes_per_s=1 << 40)
+    window.unmap([0, 1, 2])
+    window.map([0], fds[:1])
+    thread.join()
+    assert slab in driver.mapped
+    assert len(driver.named("cuMemUnmap")) == 3, "each once"
+
+
+def test_a_mapper_of_which_nobody_knows_what_it_will_unmap_ends_the_process(
+    driver, open_window, late, monkeypatch
+):
+    def end():
+        raise ProcessEnds
+
+    monkeypatch.setattr(page_window_cuda, "end_process", end, raising=False)
+    monkeypatch.setattr(mappers, "WAIT_TIMEOUT_S", 0.02)
+    window = open_window(3, kind=HastyMapper)
+    thread = window._mapper._thread
+    with pytest.raises(ProcessEnds):
+        window.unmap([0, 1, 2], bytes_per_s=1 << 40)
+    assert not driver.named("cuMemUnmap"), "nor by another thread"
+    late.set()
+    thread.join()
