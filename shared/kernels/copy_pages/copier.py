@@ -60,5 +60,9 @@ class Copier(Protocol):
         ...
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Wait for what is in flight, then free what the copier owns. Raises: CopyTimeout."""
+        """Wait for what is in flight, then free what the copier owns, but no staging memory of a set that failed and
+        may still run. What failed is told to who asks its ticket.
+
+        Raises: CopyTimeout.
+        """
         ...

@@ -4,6 +4,7 @@ A batch over several lanes forks from the caller's stream and joins it again wit
 is work of that one stream. The ticket's event is recorded on the caller's stream behind all of it.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -224,7 +225,8 @@ class CudaCopier:
         """See copier.Copier."""
         deadline_s = time.monotonic() + timeout_s
         for ticket in list(self._pending):
-            ticket.wait(max(0.0, deadline_s - time.monotonic()))
+            with contextlib.suppress(CopyFailed):  # told to who asks the ticket
+                ticket.wait(max(0.0, deadline_s - time.monotonic()))
         with self._lock:
             self.driver.make_current()
             self._slots.close()
@@ -263,6 +265,8 @@ class CudaCopier:
             error.running = not self._settled(plan, event, stream)
             if staged is not None:
                 staged.abandon(settled=not error.running)
+            elif plan.choice.method is Method.KERNEL and error.running:
+                self._tables.keep()
             raise
         ticket = Ticket(self, plan, event, stream, staged)
         self._pending.append(ticket)

@@ -26,6 +26,7 @@ class StagingSlots:
         self._base = 0
         self._free: deque[tuple[int, int]] = deque()  # (address, event), the longest unused first
         self._all: list[tuple[int, int]] = []
+        self._stays = False
 
     def _open(self) -> None:
         if not self._base:
@@ -67,8 +68,14 @@ class StagingSlots:
         """It may be taken again once its event has passed."""
         self._free.append(slot)
 
+    def keep(self) -> None:
+        """A copy through one of them may never be over: close() frees none."""
+        self._stays = True
+
     def close(self) -> None:
-        """After every copy through them is done."""
+        """After every copy through them is done, or keep()."""
+        if self._stays:
+            return
         for _, event in self._all:
             self._driver.destroy_event(event)
         if self._base:
@@ -103,6 +110,8 @@ class StagedCopy:
         """After a failure: give the slots back. Unless nothing of the set runs, one may be nobody's for good."""
         while self._flying:
             self._slots.give_back(self._flying.popleft()[1])
+        if not settled:
+            self._slots.keep()
         while settled and self._refused:
             self._slots.give_back(self._refused.pop())
         self._waiting.clear()

@@ -272,6 +272,28 @@ def test_a_staged_set_whose_end_nobody_can_tell_says_that_it_runs_and_keeps_one_
         driver.run()
 
 
+def test_closing_frees_all_after_a_set_that_failed_and_was_not_asked_for(half_staged):
+    copier, driver, _, ticket = half_staged
+    assert not ticket.done()
+    assert "copy_batch" not in driver.fail_at, "refused"
+    driver.run()
+    copier.close()
+    assert driver.memory == {}
+    assert driver.events == {}
+    with pytest.raises(CopyFailed):
+        ticket.done()
+
+
+def test_closing_keeps_the_slots_of_a_set_whose_end_nobody_can_tell(half_staged):
+    copier, driver, _, ticket = half_staged
+    driver.fail_at["record"] = 1
+    driver.run()
+    copier.close()
+    assert ticket.failure.running
+    assert len(driver.memory) == 1, "the slots, one of which may be read or written yet"
+    assert len(driver.events) == 2, "theirs"
+
+
 def test_without_a_batch_call_the_loop_takes_over_and_during_call_still_holds():
     memory = Memory(64 << 10)
     copier = CudaCopier(RecordingDriver(has_batch=False, eager=False, polls=5), limits=LIMITS)

@@ -124,6 +124,21 @@ def test_a_launch_that_fails_gives_its_table_back_and_one_that_may_run_does_not(
     assert memory
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_closing_keeps_the_tables_only_if_a_kernel_may_still_read_one(running):
+    driver = RecordingDriver()
+    copier = CudaCopier(driver, chooser=KERNEL)
+    memory = memory_of(1)
+    driver.fail_at = {"record": 1}
+    if running:
+        driver.fail_at["passed"] = 3  # whether all has settled
+    with pytest.raises(CopyFailed) as failed:
+        copier.submit(pieces(memory), H2D, stream=STREAM, kernels=True)
+    assert failed.value.running is running
+    copier.close()
+    assert bool(driver.memory) is running
+
+
 # -- when it is worth it ------------------------------------------------------------------------------------------
 
 
