@@ -121,18 +121,20 @@ class RequestSlots:
     def forget(self, pages: Sequence[int]) -> list[Command]:
         """Unmap these pages wherever no request uses them: their memory is about to change or to go.
 
-        Raises: BadMapping when a running request has one.
+        Raises: BadMapping when a running request, or a step under way, has one; nothing is changed then.
         """
         gone = set(pages)
-        commands: list[Command] = []
-        for number, slot in enumerate(self._slots):
-            for place, page in enumerate(slot.pages):
-                if page not in gone:
-                    continue
-                if place < slot.length or slot.fence > self._passed:
-                    raise BadMapping(f"page {page} is in use in slot {number}")
-                commands.append(self._unmap(number, slot, place))
-        return merged(commands)
+        found = [
+            (number, place)
+            for number, slot in enumerate(self._slots)
+            for place, page in enumerate(slot.pages)
+            if page in gone
+        ]
+        for number, place in found:
+            slot = self._slots[number]
+            if place < slot.length or slot.fence > self._passed:
+                raise BadMapping(f"page {slot.pages[place]} is in use in slot {number}")
+        return merged([self._unmap(number, self._slots[number], place) for number, place in found])
 
     def trim(self) -> list[Command]:
         """Unmap leftovers of the longest ended requests while more is mapped than allowed."""

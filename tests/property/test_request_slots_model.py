@@ -1,8 +1,11 @@
 """Any history of requests: the window shows each one its own pages, and nothing changes under a step that reads it."""
 
+import contextlib
+
 import hypothesis.strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from shared.vmm.errors import BadMapping
 from shared.vmm.request_slots import RequestSlots
 from shared.vmm.slot_commands import Map
 
@@ -84,6 +87,11 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule()
     def trim(self):
         self.execute(self.table.trim())
+
+    @rule(gone=pages)
+    def forget(self, gone):
+        with contextlib.suppress(BadMapping):  # one is in use, and nothing is changed
+            self.execute(self.table.forget(gone))
 
     def pass_until(self, fence):
         for step in [s for s in self.reading if s <= fence]:

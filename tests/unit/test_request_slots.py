@@ -107,6 +107,17 @@ def test_forgotten_pages_are_unmapped_where_no_request_has_them_and_refused_wher
     assert table.begin("c", [1, 2]).commands == [Map(1, (2,), False)]
 
 
+def test_where_one_page_is_in_use_none_is_forgotten():
+    table = RequestSlots(2, 8)
+    table.begin("a", [1, 2, 3]), table.begin("b", [4])
+    table.end("a", 0)
+    with pytest.raises(BadMapping, match="page 4 is in use"):
+        table.forget([2, 3, 4])
+    assert table.pages_at(0) == [1, 2, 3]
+    assert table.num_mapped == 4
+    assert table.begin("c", [1, 2, 3]).commands == [], "all of it is still mapped"
+
+
 def test_more_mappings_than_allowed_cost_the_longest_idle_slot_its_leftovers():
     table = RequestSlots(3, 8, max_mapped=4)
     table.begin("a", [1, 2]), table.begin("b", [3, 4]), table.begin("c", [5])
