@@ -33,7 +33,8 @@ class Mapper(Protocol):
     def submit(self, ops: Sequence[Op]) -> int:
         """The ticket that is done when all of these are executed. Waits only when the ring is full.
 
-        Raises: VmmError when an earlier op failed (the window is not what its books say: give it up), or closed.
+        Raises: VmmError when an earlier op failed, MapperTimeout when the ring stays full (the window is not what its
+            books say: give it up); VmmError when closed.
         """
         ...
 
@@ -257,7 +258,14 @@ class ThreadMapper:
         """See Mapper."""
         with self._changed:
             self._check()
-            self._changed.wait_for(lambda: self._failure or len(self._ops) < RING_ROWS, WAIT_TIMEOUT_S)
+            has_room = self._changed.wait_for(
+                lambda: self._failure or len(self._ops) < RING_ROWS, WAIT_TIMEOUT_S
+            )
+            self._check()
+            if not has_room:
+                raise MapperTimeout(
+                    f"{len(self._ops)} ops still wait after {WAIT_TIMEOUT_S} s: no more are taken"
+                )
             self._ops.extend(ops)
             self._submitted += len(ops)
             self._changed.notify_all()

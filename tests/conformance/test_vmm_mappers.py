@@ -1,8 +1,10 @@
 """Both background mappers over host memory, and the Python thread over a fake GPU."""
 
+import functools
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,26 @@ def test_a_full_ring_makes_the_submitter_wait(mapper, window, monkeypatch):
     assert mapper.done == len(ops)
 
 
+@pytest.mark.parametrize("kind", [NativeMapper, ThreadMapper])
+def test_a_ring_that_stays_full_takes_no_more(kind, window, monkeypatch):
+    monkeypatch.setattr(mappers, "RING_ROWS", 4)
+    mapper = kind(window)
+    wait, mapper.wait = mapper.wait, functools.partial(mapper.wait, timeout_s=0.01)
+    monkeypatch.setattr(mappers, "WAIT_TIMEOUT_S", 0.01)
+    mapper.submit([Op(OP_PAUSE, 50_000, 0)] * 2)
+
+    def submit_on():
+        while mapper.submitted < 10:
+            mapper.submit([Op(OP_PAUSE, 1, 0)])
+
+    with pytest.raises(MapperTimeout):
+        submit_on()
+    assert mapper.submitted in (4, 5), "the first may have left the ring"
+    wait(mapper.submitted)
+    monkeypatch.undo()
+    mapper.close()
+
+
 def test_a_refused_call_is_told_to_the_next_that_asks(mapper):
     ticket = mapper.submit([BAD])
     with pytest.raises(VmmError, match="background"):
@@ -141,6 +163,26 @@ def test_many_batches_from_a_busy_thread_all_arrive(mapper, window):
     stop.set()
     thread.join()
     assert mapper.done == mapper.submitted
+
+
+def test_a_refusal_while_a_submitter_waits_for_room_is_told_to_it(monkeypatch):
+    began, refuses = threading.Event(), threading.Event()
+
+    def refused(_ops):
+        began.set()
+        refuses.wait()
+        raise VmmError("mmap: refused")
+
+    monkeypatch.setattr(mappers, "RING_ROWS", 2)
+    mapper = ThreadMapper(SimpleNamespace(prepare_thread=lambda: None, apply=refused, entry_points=dict))
+    mapper.submit([BAD])
+    began.wait()
+    mapper.submit([BAD, BAD])
+    threading.Timer(0.02, refuses.set).start()
+    with pytest.raises(VmmError, match="refused"):
+        mapper.submit([BAD])
+    assert mapper.submitted == 3
+    mapper.close()
 
 
 def test_a_window_without_native_calls_gets_a_thread():
