@@ -3,6 +3,7 @@
 Who makes pages (`CudaPages`) can export them; who got descriptors of them (`ImportedCudaPages`) can only map them.
 """
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -200,14 +201,19 @@ class CudaWindow:
                 self._driver.release(handle)
             raise
         self._private.update(enumerate(handles, index))
-        self._driver.zero(self._at(index), count * self.page_bytes)
+        try:
+            self._driver.zero(self._at(index), count * self.page_bytes)
+        except ClusterError:
+            with contextlib.suppress(ClusterError):  # then it stays, in the books too
+                self.unmap(index, count)
+            raise
 
     def unmap(self, index: int, count: int = 1) -> None:
         """See PageWindow. Cost: one cuMemUnmap."""
         self._book.check_mapped(index, count)
         private = self._book.private_at(index, count)
-        self._book.set(index, np.full(count, HOLE, np.int64))
         self.apply([Op(OP_CUDA_UNMAP, self._at(index), count * self.page_bytes)])
+        self._book.set(index, np.full(count, HOLE, np.int64))
         for i in private:
             self._driver.release(self._private.pop(i))
 

@@ -97,6 +97,37 @@ def test_a_refused_map_leaves_no_trace(driver):
     assert not driver.reservations
 
 
+def test_private_memory_that_could_not_be_zeroed_leaves_no_trace(driver, monkeypatch):
+    window = CudaPages(driver, 2, PAGE).window(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "zero", refuse)
+        with pytest.raises(VmmError, match="refused"):
+            window.map_private(0, 2)
+    assert not driver.mapped
+    assert driver.used_bytes == 2 * PAGE
+    window.map_private(0, 2)
+    window.close()
+    assert driver.used_bytes == 2 * PAGE
+
+
+def test_what_the_driver_does_not_unmap_stays_in_the_books(driver, monkeypatch):
+    window = CudaPages(driver, 2, PAGE).window(3)
+    map_identity(window, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "unmap", refuse)
+        with pytest.raises(VmmError):
+            window.unmap(0, 2)
+    assert window.page_at(1) == 0
+    window.unmap(0, 2)
+    assert len(driver.mapped) == 1
+    window.close()
+    assert driver.used_bytes == 2 * PAGE
+
+
+def refuse(*_):
+    raise VmmError("refused: CUDA_ERROR_UNKNOWN")
+
+
 def test_the_null_page_ends_with_its_window(driver):
     pages = CudaPages(driver, 2, PAGE)
     window = pages.window(3)
