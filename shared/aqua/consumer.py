@@ -43,12 +43,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """One tensor's memory. `local`: its pages here while it is mapped. `away`: None once dropped."""
+    """One tensor's memory. `local`: its pages here while it is mapped. `away`: None once dropped. `is_ahead`: what is
+    here may be newer than what is away: a copy of it failed, or has not been made.
+    """
 
     first: int  # of its places
     num_pages: int
     away: Pages | None
     local: list[PageAddress] = field(default_factory=list)
+    is_ahead: bool = False
 
 
 _open: "weakref.WeakSet[Aqua]" = weakref.WeakSet()
@@ -187,10 +190,12 @@ class Aqua:
             local = placed.local
             self._hear()
             if away.is_lost:  # meanwhile: what is here is all that there is
-                away, changed = self._replace(placed, away), True
-            if changed:
+                away = self._replace(placed, away)
+            if changed or placed.is_ahead:
+                placed.is_ahead = True  # also where the copy fails half way
                 self._memory.wait()
                 self._copy(lambda: local, away.current)
+                placed.is_ahead = False
             self._hide(placed)
 
     def drop(self, placed: Placed) -> None:
@@ -291,7 +296,7 @@ class Aqua:
 
     def _replace(self, placed: Placed, lost: Pages) -> Pages:
         """Pages without bytes yet instead of those that were lost. Raises: OutOfPages, and nothing has changed."""
-        placed.away = self._take_away(placed.num_pages)
+        placed.away, placed.is_ahead = self._take_away(placed.num_pages), True
         self._forget(lost)
         return placed.away
 

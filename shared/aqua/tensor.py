@@ -67,7 +67,8 @@ class AquaTensor:
     def offload(self, *, changed: bool = True) -> None:
         """Done for now: its bytes go to a peer, else to host memory, and what to_compute() returned faults.
 
-        Args: changed: False when nothing was written since to_compute(): then no byte moves.
+        Args: changed: False when nothing was written since to_compute(): then no byte moves, unless what is elsewhere
+            was lost, or an offload() before this one failed.
         Raises: as to_compute(); then it is still local. Nothing happens when it is offloaded.
         """
         self._aqua.store(self._placed, changed=changed)

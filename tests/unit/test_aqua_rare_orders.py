@@ -16,7 +16,7 @@ from shared.aqua.lends_when_idle import LendsWhenIdle
 from shared.aqua.pages import Pages
 from shared.aqua.settings import AquaSettings
 from shared.aqua.tensor import AquaTensor
-from shared.errors import PeerGone, PeerTimeout
+from shared.errors import CopyFailed, PeerGone, PeerTimeout
 from shared.ids import Epoch, InstanceId, LeaseId, PageId, SpaceId
 from shared.lending.rules import LendingRules
 from shared.wire.lending import Grant, Token
@@ -198,7 +198,7 @@ class Parts:
 
     def __init__(self, monkeypatch):
         self.open, self.connects, self.on_evacuated, self.on_alloc = set(), True, None, lambda: None
-        self.num_pages = 0
+        self.num_pages, self.on_transfer = 0, lambda sources, targets: None
         replaced = {
             "OwnSpace": self._own, "open_window": self._window, "mempool_device": lambda *_: "cpu:i",
             "LocalMemory": lambda window, _: window, "MemPoolApi": self._api, "MempoolClient": self._client,
@@ -215,7 +215,8 @@ class Parts:
         return self.part("own", page_bytes=PAGE_BYTES, num_pages=8, instance=InstanceId("i"))
 
     def _window(self, *_):
-        return self.part("window", give_back=lambda *_: None)
+        here = dict.fromkeys(("give_back", "map", "unmap", "wait"), lambda *_: None)
+        return self.part("window", take=lambda _, count: 0, **here)
 
     def _api(self, *_, on_evacuated, **__):
         self.on_evacuated = on_evacuated
@@ -231,7 +232,7 @@ class Parts:
             pass
 
         async def transfer(_, instance, sources, targets, *, timeout_ms):
-            pass
+            self.on_transfer(sources, targets)
 
         return self.part("api", connect=connect, alloc_mem=alloc_mem, free_mem=free_mem, transfer=transfer)
 
@@ -287,6 +288,51 @@ def test_step_moves_the_others_when_one_tensor_is_lost_meanwhile(parts):
         with pytest.raises(TensorLost):
             placed[0].away.current()
     assert not parts.open
+
+
+class Bytes:
+    """What lies in each page. `fails`: the next copy does, behind its first page."""
+
+    def __init__(self, parts):
+        self.of, self.fails = {}, False
+        parts.on_transfer = self._copy
+
+    def _copy(self, sources, targets):
+        for source, target in zip(sources, targets, strict=True):
+            self.of[target] = self.of.get(source, "nothing")
+            if self.fails:
+                self.fails = False
+                raise CopyFailed("half way")
+
+    def write(self, placed, *values):
+        self.of.update(zip(placed.local, values, strict=True))
+
+    def read(self, placed):
+        return [self.of[address] for address in placed.local]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["changed", "lost"])
+def test_what_an_offload_that_failed_did_not_copy_the_next_one_copies(parts, is_lost):
+    """Though nobody wrote it since: what is away is old in part, or empty pages in place of lost ones."""
+    found = Bytes(parts)
+    with Aqua(SETTINGS) as aqua:
+        with aqua.making(2 * PAGE_BYTES) as placed:
+            found.write(placed, "a", "b")
+        aqua.fetch(placed)
+        if is_lost:
+            placed.away.is_lost = True
+        else:
+            found.write(placed, "c", "d")
+        found.fails = True
+        with pytest.raises(CopyFailed):
+            aqua.store(placed, changed=not is_lost)
+        aqua.store(placed, changed=False)
+        assert not placed.local
+        aqua.fetch(placed)
+        assert found.read(placed) == (["a", "b"] if is_lost else ["c", "d"])
+
+        parts.on_transfer = lambda *_: pytest.fail("nothing was written since")
+        aqua.store(placed, changed=False)
 
 
 # -- a lender's end -------------------------------------------------------------------------------------
