@@ -168,11 +168,13 @@ class Aqua:
         """Of its first place."""
         return self._memory.address(placed.first)
 
-    def view(self, placed: Placed, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """What is mapped at its places now."""
+    def view(
+        self, placed: Placed, shape: torch.Size, dtype: torch.dtype, owner: object = None
+    ) -> torch.Tensor:
+        """What is mapped at its places now. `owner` lives as long as what is returned, or any view of that."""
         with self._lock:
             assert placed.local, "it is not mapped"
-            return self._memory.view(placed.first, shape, dtype)
+            return self._memory.view(placed.first, shape, dtype, owner)
 
     def fetch(self, placed: Placed) -> None:
         """Its bytes at its places."""

@@ -1,7 +1,9 @@
 """Addresses for tensors, and this device's pages behind them: mmap over the mempool's memfd, or CUDA's virtual memory.
 
-One reservation holds all tensors. A tensor keeps its places for life; the pages behind them come and go. A place
-without a page faults on any access: a stale view never reads another tensor's bytes.
+One reservation holds all tensors. A tensor keeps its places for life, and it lives as long as its views; the pages
+behind them come and go. A place without a page faults on any access: a stale view never reads another tensor's bytes.
+One of a tensor that was closed faults too, until its places are another's: all places are handed out in turn
+(AquaSettings.address_bytes), so that this is rarely soon.
 """
 
 import os
@@ -51,13 +53,18 @@ class LocalMemory:
     def __init__(self, window: PageWindow, device: torch.device) -> None:
         self._window, self._device = window, device
         self._free: list[tuple[int, int]] = [(0, window.num_indices)]  # (first, count), in order, apart
+        self._next = 0  # behind what was handed out last
 
     def take(self, count: int) -> int:
-        """First of `count` places side by side. Raises: OutOfPages."""
-        for at, (first, size) in enumerate(self._free):
-            if size >= count:
-                self._free[at : at + 1] = [(first + count, size - count)] if size > count else []
-                return first
+        """First of `count` places side by side: the next ones, or from the beginning again. Raises: OutOfPages."""
+        for least in (self._next, 0):
+            for at, (begin, size) in enumerate(self._free):
+                first, end = max(begin, least), begin + size
+                if end - first >= count:
+                    self._next = first + count
+                    parts = (begin, first - begin), (self._next, end - self._next)
+                    self._free[at : at + 1] = [part for part in parts if part[1]]
+                    return first
         raise OutOfPages(f"no {count} addresses side by side are left; raise address_bytes")
 
     def give_back(self, first: int, count: int) -> None:
@@ -89,10 +96,10 @@ class LocalMemory:
         """Of a place."""
         return self._window.address + first * self._window.page_bytes
 
-    def view(self, first: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The mapped bytes at a place, without a copy; valid until they are unmapped."""
+    def view(self, first: int, shape: torch.Size, dtype: torch.dtype, owner: object = None) -> torch.Tensor:
+        """The mapped bytes at a place, without a copy; valid until they are unmapped. `owner` lives as long as it."""
         num_bytes = shape.numel() * dtype.itemsize
-        span: Any = self._window.span(first * self._window.page_bytes, num_bytes)
+        span: Any = self._window.span(first * self._window.page_bytes, num_bytes, owner)
         if self._device.type == "cpu":
             flat = torch.frombuffer(span, dtype=torch.uint8)
         else:

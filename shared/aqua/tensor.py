@@ -22,7 +22,8 @@ from shared.aqua.pages import Location
 class AquaTensor:
     """Made by from_tensor(). Methods may be called from any thread; what to_compute() returns is the caller's to guard.
 
-    `shape`, `dtype`: of the tensor. close() gives everything back; so does the garbage collector, later.
+    `shape`, `dtype`: of the tensor. close() gives everything back; so does the garbage collector, later, once nothing
+    is left of this and of what to_compute() returned.
     """
 
     def __init__(self, aqua: Aqua, placed: Placed, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -62,7 +63,7 @@ class AquaTensor:
         Cost: the mempool's copy, and mapping the pages; nothing when it is local already.
         """
         self._aqua.fetch(self._placed)
-        return self._aqua.view(self._placed, self.shape, self.dtype)
+        return self._aqua.view(self._placed, self.shape, self.dtype, owner=self)
 
     def offload(self, *, changed: bool = True) -> None:
         """Done for now: its bytes go to a peer, else to host memory, and what to_compute() returned faults.
@@ -90,7 +91,11 @@ class AquaTensor:
         self.offload(changed=changed)
 
     def close(self) -> None:
-        """Gives all of its memory back, wherever it is. Idempotent."""
+        """Gives all of its memory back, wherever it is. Idempotent.
+
+        What to_compute() returned must not be used any more: it faults, until its addresses are another tensor's. They
+        are handed out in turn (AquaSettings.address_bytes): rarely soon, but nothing prevents it.
+        """
         self._aqua.drop(self._placed)
 
     def __enter__(self) -> "AquaTensor":

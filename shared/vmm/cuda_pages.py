@@ -250,12 +250,12 @@ class CudaWindow:
         """See PageWindow."""
         self._driver.make_current()
 
-    def span(self, offset_bytes: int = 0, size_bytes: int | None = None) -> DeviceSpan:
+    def span(self, offset_bytes: int = 0, size_bytes: int | None = None, owner: object = None) -> DeviceSpan:
         """See PageWindow."""
         size = self.size_bytes - offset_bytes if size_bytes is None else size_bytes
         if offset_bytes < 0 or size <= 0 or offset_bytes + size > self.size_bytes:
             raise BadMapping(f"{size} B at {offset_bytes} of {self.size_bytes}")
-        return DeviceSpan(self.address + offset_bytes, size, self)
+        return DeviceSpan(self.address + offset_bytes, size, (self, owner))
 
     def close(self) -> None:
         """See PageWindow."""

@@ -137,9 +137,11 @@ class PageWindow(Protocol):
         """Call once in each thread that executes ops, before the first (a GPU's context is per thread)."""
         ...
 
-    def span(self, offset_bytes: int = 0, size_bytes: int | None = None) -> object:
+    def span(self, offset_bytes: int = 0, size_bytes: int | None = None, owner: object = None) -> object:
         """The memory as torch takes it without a copy: a memoryview on the host, an object with
         __cuda_array_interface__ on a GPU. Valid until close(). torch looks at the first byte's mapping: map it first.
+
+        Args: owner: of what is mapped there: lives as long as the window does for this, as any tensor made of it.
         """
         ...
 

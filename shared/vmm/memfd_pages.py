@@ -238,14 +238,16 @@ class MemfdWindow:
     def prepare_thread(self) -> None:
         """See PageWindow. Nothing to do."""
 
-    def as_memoryview(self, offset_bytes: int = 0, size_bytes: int | None = None) -> memoryview:
+    def as_memoryview(
+        self, offset_bytes: int = 0, size_bytes: int | None = None, owner: object = None
+    ) -> memoryview:
         """The window's memory, writable, valid until close(); touching a hole kills the process."""
         size = self.size_bytes - offset_bytes if size_bytes is None else size_bytes
         if offset_bytes < 0 or size <= 0 or offset_bytes + size > self.size_bytes:
             raise BadMapping(f"{size} B at {offset_bytes} of {self.size_bytes}")
         kind: Any = type("WindowBytes", (ctypes.c_uint8 * size,), {})
         memory = kind.from_address(self.address + offset_bytes)
-        memory.window = self  # the window outlives its views
+        memory.owners = self, owner  # they outlive their views
         return memoryview(memory).cast("B")
 
     span = as_memoryview

@@ -2,6 +2,7 @@
 stays while the pages behind it change, and nobody gets another's."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -71,6 +72,18 @@ def test_places_are_nobody_elses_until_they_are_given_back(memory):
     assert memory.take(NUM_PLACES) == 0, "the pieces are whole again"
 
 
+def test_places_that_were_given_back_are_handed_out_in_turn(memory):
+    """So that a view of a closed tensor faults for long, and shows no other's bytes."""
+    stale = memory.take(2)
+    memory.give_back(stale, 2)
+    others = [memory.take(2) for _ in range(NUM_PLACES // 2 - 1)]
+    assert stale not in others
+    for first in others[::2]:
+        memory.give_back(first, 2)
+    assert memory.take(2) == stale, "the one that was a hole for longest"
+    assert memory.take(2) == others[0]
+
+
 def test_a_place_is_mapped_once(memory):
     first = memory.take(3)
     memory.map(first, [0])
@@ -93,4 +106,23 @@ def test_a_view_is_the_bytes_at_the_place():
     view.copy_(torch.arange(15).view(3, 5))
     assert torch.equal(memory.view(first, torch.Size([15]), torch.float32), torch.arange(15.0))
     memory.close()
+    source.close()
+
+
+def test_the_owner_of_a_view_lives_as_long_as_any_part_of_it(backend):
+    class Owner:
+        pass
+
+    source = backend.pages(1)
+    window = source.window(1)
+    window.map(0, 0)
+    owner = Owner()
+    here = weakref.ref(owner)
+    span = window.span(0, 16, owner=owner)
+    part = torch.frombuffer(span, dtype=torch.uint8)[3:5] if isinstance(span, memoryview) else span
+    del owner, span
+    assert here() is not None
+    del part
+    assert here() is None, "nothing else holds it"
+    window.close()
     source.close()

@@ -137,6 +137,24 @@ def test_a_tensor_in_use_outlives_the_loss_of_its_bytes_elsewhere(rig):
             idle.to_compute()
 
 
+def test_a_view_keeps_its_tensor_and_a_closed_tensors_addresses_are_not_the_next_ones(rig):
+    data = torch.arange(2 * PAGE_BYTES // 4, dtype=torch.float32)
+    with Aqua(rig.consumer("viewer", borrow_bytes=0, local_bytes=4 * PAGE_BYTES)):
+        x = AquaTensor.from_tensor(data).to_compute()[1:]
+        other = AquaTensor.from_tensor(-data)
+        y = other.to_compute()
+        assert torch.equal(x, data[1:]), "it is a view of its own tensor"
+        with pytest.raises(OutOfPages, match="local_bytes"):
+            AquaTensor.from_tensor(data)
+        del x
+        third = AquaTensor.from_tensor(data)  # in the memory of the one that nobody sees any more
+        gone = other.address
+        other.close()
+        assert y.data_ptr() == gone
+        assert AquaTensor.from_tensor(data).address != gone
+        assert torch.equal(third.to_compute(), data), "what was closed has left its memory, views or not"
+
+
 def test_what_cannot_be_is_refused_and_changes_nothing(rig):
     with Aqua(rig.consumer("small", borrow_bytes=0, local_bytes=4 * PAGE_BYTES)) as aqua:
         with pytest.raises(InvalidRequest):
