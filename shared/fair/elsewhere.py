@@ -7,6 +7,7 @@ about the same tenant. So a word that is lost, said twice or heard by a new sche
 from collections.abc import Mapping
 
 MAX_TENANTS = 64  # that one engine speaks of, those that it served most
+MAX_ABSENT = 256 * MAX_TENANTS  # totals that are remembered of whom the last word says nothing
 
 Totals = Mapping[str, int]  # tokens by tenant
 
@@ -20,22 +21,24 @@ def to_tell(served: Totals) -> dict[str, int]:
 
 
 class Elsewhere:
-    """Remembers the last word of every engine that there is."""
+    """Remembers the last totals of every engine, also while it is not heard of or does not speak of a tenant."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Totals] = {}
+        self._before: dict[tuple[str, str], int] = {}  # by engine and tenant, those heard last at the end
 
     def news(self, said: Mapping[str, Totals]) -> dict[str, int]:
         """Tokens that others served since their words before, by tenant.
 
-        Args: said: by engine; whoever is not in it is forgotten.
+        Args: said: by engine. What is not in it is remembered, MAX_ABSENT totals of it.
         """
         grown: dict[str, int] = {}
-        for engine, totals in said.items():
-            before = self._before.get(engine, {})
-            for tenant, tokens in totals.items():
-                more = tokens - before.get(tenant, tokens)
-                if more > 0:
-                    grown[tenant] = grown.get(tenant, 0) + more
-        self._before = {engine: dict(totals) for engine, totals in said.items()}
+        heard = {
+            (engine, tenant): tokens for engine, totals in said.items() for tenant, tokens in totals.items()
+        }
+        for key, tokens in heard.items():
+            more = tokens - self._before.pop(key, tokens)
+            if more > 0:
+                grown[key[1]] = grown.get(key[1], 0) + more
+        absent = list(self._before.items())[-MAX_ABSENT:]
+        self._before = dict(absent) | heard
         return grown

@@ -3,7 +3,6 @@
 import pytest
 
 from shared.fair.accounts import Accounts
-from shared.fair.elsewhere import MAX_TENANTS, Elsewhere, to_tell
 from shared.fair.rules import FairRules, Room, switch_share
 from shared.fair.slices import FairSlices
 
@@ -342,22 +341,6 @@ def test_rules_are_checked():
         FairRules(chunk_tokens=0)
     with pytest.raises(ValueError, match="share"):
         FairRules(max_switch_share=2.0)
-
-
-def test_words_of_others_count_by_what_they_grew_and_a_lost_or_repeated_one_changes_nothing():
-    elsewhere = Elsewhere()
-    assert elsewhere.news({"a": {"t": 100}}) == {}  # from before this engine heard of it
-    assert elsewhere.news({"a": {"t": 130, "u": 5}, "b": {"t": 7}}) == {"t": 30}
-    assert elsewhere.news({"a": {"t": 130, "u": 5}, "b": {"t": 7}}) == {}
-    assert elsewhere.news({"a": {"t": 140, "u": 9}, "b": {"t": 8}}) == {"t": 11, "u": 4}
-    assert elsewhere.news({"a": {"t": 2}}) == {}  # it began anew
-    assert elsewhere.news({"a": {"t": 3}, "b": {"t": 50}}) == {"t": 1}
-
-
-def test_an_engine_speaks_of_the_tenants_that_it_served_most():
-    said = to_tell({f"t{i}": i for i in range(200)})
-    assert len(said) == MAX_TENANTS
-    assert min(said.values()) == 200 - MAX_TENANTS
 
 
 def test_a_tenant_that_is_served_elsewhere_waits_here_but_not_without_end():
