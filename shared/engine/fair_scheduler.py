@@ -27,7 +27,7 @@ from shared.engine.block_hasher import given
 from shared.engine.preempt_times import note_preempted
 from shared.engine.swap_scheduler import SwapSchedulerMixin, has_prompt_rows
 from shared.fair.carrying import Begun, Seen, free_mark, may_begin, may_fill, pages_for_turns
-from shared.fair.elsewhere import Elsewhere, to_tell
+from shared.fair.elsewhere import Elsewhere, Here
 from shared.fair.rules import FairRules, Room
 from shared.fair.slices import FairSlices
 
@@ -49,7 +49,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         self.slices = FairSlices(FairRules(**vllm_config.additional_config["quire"]["fair"]))
         self.fair_counts: Counter[str] = Counter()
         self.served: Counter[str] = Counter()  # tokens by tenant
-        self._elsewhere = Elsewhere()
+        self._here, self._elsewhere = Here(), Elsewhere()
         self._parked: dict[str, Request] = {}  # they keep their blocks, here or in swap space
         self._times_parked: Counter[str] = Counter()
         self._seen = Seen(0, 0, 0)  # what the last look for vacant slots found
@@ -304,7 +304,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
                 self.served = Counter(
                     {t: n for t, n in self.served.items() if t in self.slices.accounts.tenants}
                 )
-            return {"counts": dict(self.fair_counts), "served": to_tell(self.served)}
+            return {"counts": dict(self.fair_counts), "served": self._here.word(self.served)}
 
     # -- pages are short ----------------------------------------------------------------------------
 

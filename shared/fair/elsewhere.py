@@ -6,18 +6,27 @@ about the same tenant. So a word that is lost, said twice or heard by a new sche
 
 from collections.abc import Mapping
 
-MAX_TENANTS = 64  # that one engine speaks of, those that it served most
+MAX_TENANTS = 64  # that one engine speaks of in a word
 MAX_ABSENT = 256 * MAX_TENANTS  # totals that are remembered of whom the last word says nothing
 
 Totals = Mapping[str, int]  # tokens by tenant
 
 
-def to_tell(served: Totals) -> dict[str, int]:
-    """Totals of the tenants that this engine speaks of."""
-    if len(served) <= MAX_TENANTS:
-        return dict(served)
-    most = sorted(served, key=lambda tenant: (-served[tenant], tenant))[:MAX_TENANTS]
-    return {tenant: served[tenant] for tenant in most}
+class Here:
+    """What this engine says to others."""
+
+    def __init__(self) -> None:
+        self._told: Totals = {}
+
+    def word(self, served: Totals) -> dict[str, int]:
+        """Totals of the tenants that it speaks of now: first those of whom most was not told yet, so that it comes to
+        speak of all that are served, then the largest.
+        """
+        told = {tenant: self._told.get(tenant, 0) for tenant in served}
+        order = sorted(served, key=lambda tenant: (told[tenant] - served[tenant], -served[tenant], tenant))
+        said = {tenant: served[tenant] for tenant in order[:MAX_TENANTS]}
+        self._told = told | said
+        return said
 
 
 class Elsewhere:
