@@ -73,8 +73,8 @@ class LendsWhenIdle:
             for decision in self._producer.decide(load, offers, self._clock_ms(), keeps=lends):
                 if isinstance(decision, MakeOffer):
                     self._lend(decision.length_bytes)
-                else:
-                    self._wanted = decision
+                elif self._wanted is None or decision.keep_bytes < self._wanted.keep_bytes:
+                    self._wanted = decision  # what failed before is still to be done
             if self.lent_bytes and self._wanted is None and self._clock_ms() >= self._check_at_ms:
                 self._check()
             if self._wanted is not None and self._clock_ms() >= self._retry_at_ms:

@@ -1,21 +1,22 @@
 """A process that lends by its load: when it does, and when it takes everything back."""
 
 import threading
+import time
 
 import pytest
 
 from shared.aqua.lends_when_idle import LendsWhenIdle
-from shared.errors import PeerGone
+from shared.errors import PeerGone, PeerTimeout
 from shared.lending.rules import LendingRules
 
 
 class FakeLender:
-    """Refuses once."""
+    """Refuses once. `fails`: the next take-backs do."""
 
     def __init__(self):
         self.calls = []
         self.happened = threading.Condition()
-        self.refusals = 1
+        self.refusals, self.fails = 1, 0
         self.rate = self.offered_bytes = 0
         self.left_bytes = None  # of its offer, as its mempool says
 
@@ -39,6 +40,10 @@ class FakeLender:
         return num_bytes
 
     def reclaim(self, deadline_ms, keep_bytes=0):
+        if self.fails:
+            self.fails -= 1
+            self._note("failed", keep_bytes)
+            raise PeerTimeout("slow")
         self.offered_bytes, self.left_bytes = keep_bytes, None
         self._note("reclaim", deadline_ms, keep_bytes)
         return 0.5
@@ -120,3 +125,33 @@ def test_what_an_offer_that_ended_elsewhere_left_comes_home_and_all_is_offered_a
     idle.close()
     assert lender.calls == wanted
     assert idle.lent_bytes == (left_bytes or 1_000)
+
+
+def test_a_take_back_that_failed_still_takes_all_when_less_is_wanted_behind_it():
+    """Its queue wanted everything back, then its requests a part of it: the smaller one was all that was done."""
+    lender, now_ms = FakeLender(), 0
+    lender.refusals = 0
+    rules = LendingRules(
+        threshold_bytes=0, reserve_share=0.0, steady_ms=0, hold_ms=600_000, window_ms=1_000, peak_ms=1_000,
+        queue_limit=4, silent_ms=3_600_000, reclaim_deadline_ms=700,
+    )  # fmt: skip
+    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
+
+    def say(*load):
+        nonlocal now_ms
+        now_ms += 300
+        idle.report(*load)
+        while idle._load is not None:
+            time.sleep(0.01)
+
+    say(0, 0)
+    lender.wait(1)
+    lender.fails = 1
+    while lender.fails:
+        say(9, 9)
+    for _ in range(8):  # the queue stays as it is; the pause behind a failure passes
+        say(9, 0, 300)
+    lender.wait(3)
+    idle.close()
+    assert lender.calls == [("lend", 1_000), ("failed", 0), ("reclaim", 700, 0)]
+    assert idle.lent_bytes == 0
