@@ -117,6 +117,7 @@ class RankMemory:
         self._on_bug = on_bug
         self._down = threading.Event()
         self._closing = False
+        self._changing = threading.Lock()  # held while `_link` is replaced, and closed for good
         self._link = self._new_link()
         self._attach = attach = wire.Attach(
             kind="rank",
@@ -194,7 +195,7 @@ class RankMemory:
 
     def _reattach_forever(self) -> None:
         again = msgspec.structs.replace(self._attach, memory_id=self._memory_id)
-        while True:
+        while not self._closing:
             self._down.wait()
             self._down.clear()
             while not self._closing:
@@ -214,11 +215,20 @@ class RankMemory:
                         continue
                     logger.error("mempool %s refused this rank, whose engine ends: %s", self._path, reply)
                     return
+                if self._begin(link):
+                    self._say_mapped()
+                break
+
+    def _begin(self, link: BlockingUnixLink[wire.ToMempool, wire.FromMempool]) -> bool:
+        """Use it from now on. False, and it is closed: this memory was closed while it attached."""
+        with self._changing:
+            if not self._closing:
                 self._link = link
                 self._life += 1
                 link.start()
-                self._say_mapped()
-                break
+                return True
+        link.close()
+        return False
 
     def _say_mapped(self) -> None:
         if self._slabs is not None:
@@ -293,8 +303,12 @@ class RankMemory:
             first = end
 
     def close(self) -> None:
-        """Ends the connection and closes the descriptor; mappings stay."""
-        self._closing = True
+        """Ends the connection and closes the descriptor; mappings stay. One that is attaching again is ended, too, as
+        soon as its mempool answers.
+        """
+        with self._changing:
+            self._closing = True
+        self._down.set()  # its thread ends
         if self._unmaps is not None:
             self._unmaps.close()
         self._link.close()
