@@ -115,7 +115,9 @@ def lengths(limits: ProfileLimits) -> list[int]:
         found.append(size)
         size *= 2
     if found and longest > 1.4 * found[-1]:
-        found.append(longest // limits.block_tokens * limits.block_tokens)
+        whole = longest // limits.block_tokens * limits.block_tokens
+        if whole > found[-1]:  # not where a block is about as long as the context
+            found.append(whole)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.costmodel.fit import fit, fit_arch, relative_errors
 from shared.costmodel.model import CostModel, StepShape, pack_prefills
-from shared.costmodel.observation import CalibrationPlan, Observation, Point, ProfileLimits, grid, predict
+from shared.costmodel.observation import Observation, Point, ProfileLimits, grid, predict
 from shared.costmodel.online import OnlineCorrection, PrefillLedger, weighted_median
 from shared.costmodel.shapes import shape_of
 from shared.costmodel.transfer import LinkRates, should_fetch
@@ -230,24 +230,6 @@ def test_the_arch_level_model_is_halved_as_a_whole():
     arch = fit_arch(seen_on(truth))
     assert arch.prefill_ms(1000) == pytest.approx(truth.prefill_ms(1000), rel=0.15)
     assert arch.scaled(tp=2).prefill_ms(1000) == pytest.approx(arch.prefill_ms(1000) / 2)
-
-
-def test_the_plan_stays_within_its_budget_and_its_limits():
-    limits = ProfileLimits(4096, 2048, 8, 8192, 32, budget_ms=3000)
-    plan = CalibrationPlan(limits)
-    for point in plan:
-        assert sum(n + point.output_tokens for n, _ in point.prompts) <= limits.kv_tokens
-        assert len(point.prompts) <= limits.max_running
-        assert all(
-            0 <= cached < n <= limits.max_model_len and cached % 32 == 0 for n, cached in point.prompts
-        )
-        plan.took(point, 10 + 0.2 * point.num_tokens)
-    assert 1500 < plan.spent_ms < 3300
-    assert plan.num_skipped > 0
-
-
-def test_a_cache_without_room_has_no_points():
-    assert grid(ProfileLimits(16, 2048, 8, 16, 32, budget_ms=3000)) == []
 
 
 def test_a_correction_is_the_median_of_clipped_ratios():
