@@ -243,7 +243,7 @@ class Remote:
             pull.lease = None  # it ends at the source too
             if pull.step is not Step.PULLING:
                 self._counters["remote_pulls_lost"] += 1
-                self._give_up(pull, now_ms)
+                self._give_up(pull, now_ms, lost=address)
 
     def on_pulled(self, number: int, *, failed: bool, in_doubt: Collection[int], now_ms: int) -> None:
         """PullRemote has ended. A failed one may still write the pages `in_doubt`, until settled."""
@@ -324,8 +324,10 @@ class Remote:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _give_up(self, pull: RemotePull, now_ms: int) -> None:
-        """Nothing more comes of it: free what it claimed and has not used, answer its readers, then unpin."""
+    def _give_up(self, pull: RemotePull, now_ms: int, lost: str = "") -> None:
+        """Nothing more comes of it: free what it claimed and has not used, answer its readers, then unpin. Those of
+        other hand-offs are wanted again, but for what is at a `lost` address: all of them would wait for the next loss,
+        which answers one."""
         del self.pulls[pull.number]
         del self._arriving[pull.pool.number, pull.missing[0]]
         if pull.claim is not None:
@@ -334,7 +336,7 @@ class Remote:
             self._out.append(AskPeer(pull.address, wire.RemoteRelease(lease_id=pull.lease.lease_id)))
         for home, reader in pull.readers:
             other = reader is not pull.first and reader.call.handoff_id != pull.first.call.handoff_id
-            other = other or pull.back is not None
+            other = (other or pull.back is not None) and reader.call.source_mempool != lost
             if not (other and self.want(home, reader, now_ms)):
                 self._answer(home, reader, now_ms)
         for home, entry in pull.own:
