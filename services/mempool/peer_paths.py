@@ -29,7 +29,7 @@ from shared.transfer.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from shared.transfer.interface import Channel, Moved, Peer, Region, RegionKind
+from shared.transfer.interface import MAX_IN_FLIGHT, Channel, Moved, Peer, Region, RegionKind
 from shared.transfer.nixl import NixlTransport
 from shared.transfer.reslice import KvEnd
 from shared.transfer.served_link import MaySend
@@ -127,7 +127,9 @@ class Pulling:
     """One PullRemote, on its ranks."""
 
     action: PullRemote
+    timer: asyncio.TimerHandle  # while it waits
     rounds: list[list[RankPull]] = field(default_factory=list)  # not begun
+    num_places: int = 0  # transfers of its largest round: so many of the path's are its own until it ends
     deadline_s: float = 0.0
     num_running: int = 0
     error: str = ""
@@ -135,6 +137,8 @@ class Pulling:
 
 class ReaderPath:
     """Pulls of one peer into one space, from the moment in which the path is wanted. On the event loop.
+
+    They wait until the path is there, and in order for room on it (MAX_IN_FLIGHT), each within its time.
 
     Args:
         into: the space.
@@ -162,8 +166,8 @@ class ReaderPath:
         self._on_settled = on_settled
         self._on_failed = on_failed
         self._waiting: list[Pulling] = []
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # of those that wait
         self._running: set[Pulling] = set()
+        self._settling: set[tuple[str, tuple[int, ...]]] = set()  # region, pages of each transfer in doubt
         self._doubt: dict[tuple[int, int], set[int]] = {}  # (space, page) -> ranks that may still be written
         self._reported: set[tuple[int, int]] = set()  # of these, the core knows
 
@@ -178,17 +182,15 @@ class ReaderPath:
         return len(self._doubt)
 
     def pull(self, action: PullRemote) -> None:
-        """Now, or when the path is there."""
-        pulling = Pulling(action)
-        if self.ready:
-            self._start(pulling)
-            return
+        """Now, or when the path is there and has room. It has `timeout_ms` to begin, then as long for the bytes."""
+        pulling = Pulling(action, self._loop.call_later(action.timeout_ms / 1000, self._late, action.number))
         self._waiting.append(pulling)
-        self._timers[action.number] = self._loop.call_later(action.timeout_ms / 1000, self._late, pulling)
+        self._begin()
 
-    def _late(self, pulling: Pulling) -> None:
+    def _late(self, number: int) -> None:
+        (pulling,) = (found for found in self._waiting if found.action.number == number)
         self._waiting.remove(pulling)
-        self._end(pulling, "the path was not there in time")
+        self._end(pulling, "no room on the path in time" if self.ready else "the path was not there in time")
 
     def learn_cuts(self, cuts: Sequence[SpaceCut]) -> None:
         """Before opened(). Raises: PeerProtocolError on what are none."""
@@ -197,10 +199,7 @@ class ReaderPath:
     def opened(self, end: PathEnd) -> None:
         """Both ends are there: what waited begins."""
         self.end, self.ready = end, True
-        waiting, self._waiting = self._waiting, []
-        for pulling in waiting:
-            self._timers.pop(pulling.action.number).cancel()
-            self._start(pulling)
+        self._begin()
 
     def lost(self, reason: str) -> None:
         """No pull ends well any more. close() of its end follows in the background, then closed()."""
@@ -208,7 +207,6 @@ class ReaderPath:
         self.ready = False
         waiting, self._waiting = self._waiting, []
         for pulling in waiting:
-            self._timers.pop(pulling.action.number).cancel()
             self._end(pulling, reason)
         if self.end is not None:
             self.end.lost(reason)
@@ -223,16 +221,26 @@ class ReaderPath:
             return
         self._settle(list(self._doubt))
 
-    def _start(self, pulling: Pulling) -> None:
-        self._running.add(pulling)
-        pulling.deadline_s = time.monotonic() + pulling.action.timeout_ms / 1000
-        try:
-            pulling.rounds = self._rounds(pulling.action)
-        except ClusterError as error:
-            self._one_failed(pulling, error)
-            self._round_ended(pulling)
-            return
-        self._next_round(pulling)
+    def _begin(self) -> None:
+        """What waits, in order, as far as there is room."""
+        while self._waiting and self.ready and not self.failed:
+            pulling = self._waiting[0]
+            try:
+                pulling.rounds = pulling.rounds or self._rounds(pulling.action)
+            except ClusterError as error:
+                del self._waiting[0]
+                self._one_failed(pulling, error)
+                self._round_ended(pulling)
+                continue
+            pulling.num_places = max(map(len, pulling.rounds))
+            taken = sum(running.num_places for running in self._running) + len(self._settling)
+            if taken and taken + pulling.num_places > MAX_IN_FLIGHT:
+                return
+            del self._waiting[0]
+            pulling.timer.cancel()
+            self._running.add(pulling)
+            pulling.deadline_s = time.monotonic() + pulling.action.timeout_ms / 1000
+            self._next_round(pulling)
 
     def _rounds(self, action: PullRemote) -> list[list[RankPull]]:
         """Raises: TransferRefused where the ends do not fit each other."""
@@ -265,20 +273,20 @@ class ReaderPath:
                 failed: Future[Moved] = Future()
                 failed.set_exception(error)
                 future = failed
-            rank = pull.target_rank
             future.add_done_callback(
-                lambda future, rank=rank: self._tell(self._rank_done, pulling, rank, future)
+                lambda future, pull=pull: self._tell(self._part_done, pulling, pull, future)
             )
 
-    def _rank_done(self, pulling: Pulling, rank: int, future: "Future[Moved]") -> None:
+    def _part_done(self, pulling: Pulling, pull: RankPull, future: "Future[Moved]") -> None:
         if pulling not in self._running:
             return  # closed() has reported it
         error = future.exception()
         if error is not None:
             self._one_failed(pulling, error)
-            if isinstance(error, TransferError):
+            if isinstance(error, TransferError) and error.quarantined:
                 # some of the blocks, where they are cut anew: a rank has several pulls; each settles its own
-                self._hold(pulling.action.space, error.quarantined, [rank])
+                self._hold(pulling.action.space, error.quarantined, [pull.target_rank])
+                self._settling.add((pull.target, error.quarantined))
         pulling.num_running -= 1
         if pulling.num_running == 0:
             self._round_ended(pulling)
@@ -302,6 +310,8 @@ class ReaderPath:
 
     def _end(self, pulling: Pulling, error: str) -> None:
         self._running.discard(pulling)
+        pulling.timer.cancel()
+        self._loop.call_soon(self._begin)
         action = pulling.action
         doubtful = [page for page in action.targets if (action.space, page) in self._doubt]
         self._reported.update((action.space, page) for page in doubtful)
@@ -314,6 +324,7 @@ class ReaderPath:
         self._tell(self._rank_settled, region, pages)
 
     def _rank_settled(self, region: str, pages: tuple[int, ...]) -> None:
+        self._settling.discard((region, pages))
         space, rank = space_and_rank(region)
         over: list[tuple[int, int]] = []
         for page in pages:
@@ -323,6 +334,7 @@ class ReaderPath:
                 if not ranks:
                     over.append((space, page))
         self._settle(over)
+        self._begin()
 
     def _settle(self, keys: list[tuple[int, int]]) -> None:
         told: dict[int, list[int]] = {}
