@@ -166,7 +166,8 @@ class Peers:
         if link is not None:
             return link
         if len(self._links) >= self._max_peers:
-            kept = self._core.api.peers.addresses  # callers may hold pages by these
+            asked = {pull.address for pull in self._core.remote.pulls.values()}
+            kept = asked.union(self._core.api.peers.addresses)  # callers may hold pages by these
             links = (x for x in self._links.values() if x.address not in kept)
             idle = [x for x in links if not x.num_pulls and not x.num_in_doubt]
             if not idle:
@@ -175,6 +176,7 @@ class Peers:
             oldest = min(idle, key=lambda x: x.used_s)
             del self._links[oldest.address]
             oldest.close()
+            self.lost(oldest.address)
         try:
             link = self._links[address] = PeerLink(
                 address, self._hello, self, self._background, self._silent_ms

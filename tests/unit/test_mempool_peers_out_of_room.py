@@ -85,7 +85,10 @@ async def peers(monkeypatch):
     spaces = SimpleNamespace(memories={0: None}, description_of=lambda _: described)
     api = SimpleNamespace(peers=SimpleNamespace(addresses=()))
     returns = SimpleNamespace(is_on=True)
-    core = SimpleNamespace(boot_generation=Epoch(1), on_peer_gone=lambda *_: [], api=api, returns=returns)
+    core = SimpleNamespace(
+        boot_generation=Epoch(1), on_peer_gone=lambda *_: [], on_peer_lost=lambda *_: [], api=api,
+        returns=returns, remote=SimpleNamespace(pulls={}),
+    )  # fmt: skip
     it = Peers(
         "tcp://127.0.0.1:0", "a", core, spaces, MonotonicClock(), lambda _: None, SimpleNamespace(),
         max_peers=2, pins_memory=False, silent_ms=1_000,
@@ -141,16 +144,23 @@ async def test_only_a_peer_whose_hello_was_taken_may_stay(peers):
     assert peers._server.accepted == [b"3", b"4"]
 
 
-async def test_links_by_which_callers_may_hold_pages_are_not_closed_to_make_room(peers, monkeypatch):
-    link = SimpleNamespace(num_pulls=0, num_in_doubt=0)
-    closed = []
+def links_of(peers, monkeypatch) -> tuple[list[str], list[str]]:
+    """Addresses of links that were closed, and those of which the core was told."""
+    closed, told = [], []
 
     def make(address, *_):
         return SimpleNamespace(
-            **vars(link), address=address, used_s=len(closed), close=lambda: closed.append(address)
-        )
+            num_pulls=0, num_in_doubt=0, address=address, used_s=len(closed),
+            close=lambda: closed.append(address),
+        )  # fmt: skip
 
     monkeypatch.setattr("services.mempool.peers.PeerLink", make)
+    peers._core.on_peer_lost = lambda address, _now_ms: [told.append(address)]
+    return closed, told
+
+
+async def test_links_by_which_callers_may_hold_pages_are_not_closed_to_make_room(peers, monkeypatch):
+    closed, _ = links_of(peers, monkeypatch)
     peers._core.api.peers.addresses = ("tcp://10.0.0.1:1",)
     for number in (1, 2, 3, 4):
         assert peers._link(f"tcp://10.0.0.{number}:1") is not None
@@ -158,6 +168,19 @@ async def test_links_by_which_callers_may_hold_pages_are_not_closed_to_make_room
     peers._core.api.peers.addresses = ("tcp://10.0.0.1:1", "tcp://10.0.0.4:1")
     assert peers._link("tcp://10.0.0.5:1") is None
     assert peers._link("tcp://10.0.0.1:1") is not None
+
+
+async def test_links_on_which_an_answer_is_awaited_are_not_closed_to_make_room(peers, monkeypatch):
+    """Asked for blocks, or for their epochs: no bytes are on their way, but readers wait for all of their time."""
+    closed, told = links_of(peers, monkeypatch)
+    pulls = peers._core.remote.pulls
+    for number in (1, 2):
+        pulls[number] = SimpleNamespace(address=f"tcp://10.0.0.{number}:1")
+        assert peers._link(pulls[number].address) is not None
+    assert peers._link("tcp://10.0.0.3:1") is None
+    del pulls[1]
+    assert peers._link("tcp://10.0.0.3:1") is not None
+    assert closed == told == ["tcp://10.0.0.1:1"], "who closes a link tells the core"
 
 
 def open_path(peers, number):
