@@ -39,6 +39,7 @@ from services.mempool.mover_regions import MAX_RANKS, RankRegion, SlabRegion, re
 from services.mempool.mover_spaces import Mapper
 from services.mempool.mover_targets import Targets
 from services.mempool.mover_thread import PullThread
+from services.mempool.mover_uses import Uses
 from shared.errors import ClusterError
 from shared.kernels.copy_pages.copier import Copier
 from shared.observe.log import get_logger
@@ -105,6 +106,7 @@ class Mover:
         self._waiting: deque[Copy] = deque()
         self._jobs: set[Job] = set()  # those whose end has not been heard of, whatever was answered
         self._targets = Targets()
+        self.uses = Uses(self._spaces, lambda number: self._remove_if_unused(self._spaces.get(number)))
         self._num_pulls = 0
         self._pin_host = pin_host
         self._has_gpu = False
@@ -210,8 +212,7 @@ class Mover:
         self._targets.claim(target, targets)
         now_s = time.monotonic()
         copy = Copy(copy_id, target, targets, parts, on_done, now_s, now_s + timeout_ms / 1000, feed, raw=raw)
-        for number in copy.spaces:
-            self._spaces[number].num_copies += 1
+        self.uses.begin(copy)
         copy.timer = self._loop.call_later(timeout_ms / 1000, self._expire, copy)
         self._copies[copy_id] = copy
         self._waiting.append(copy)
@@ -275,7 +276,7 @@ class Mover:
         mapped = self._spaces[copy.target].mapped
         assert mapped is not None
         for rank in range(len(mapped.ranks)):
-            self._targets.hold(copy.target, rank, copy.targets)
+            self._hold(copy, rank, copy.targets)
         log.error("copy_overdue", copy=copy.copy_id, num_pages=len(copy.targets))
         self._finish(copy, TransferTimeout("the copy did not even fail by its deadline"), copy.targets)
 
@@ -292,9 +293,13 @@ class Mover:
         for region, pages in copy.job.held:
             _, rank = space_and_rank(region)
             still = book.get(region, frozenset()).intersection(pages)  # some may have settled meanwhile
-            self._targets.hold(copy.target, rank, still)
+            self._hold(copy, rank, still)
             held |= still
         self._finish(copy, copy.job.error, held)
+
+    def _hold(self, copy: Copy, rank: int, pages: Iterable[int]) -> None:
+        self._targets.hold(copy.target, rank, pages)
+        copy.in_doubt.update((rank, page) for page in pages)
 
     def _finish(self, copy: Copy, error: BaseException | None, quarantined: Iterable[int] = ()) -> None:
         if self._copies.pop(copy.copy_id, None) is None:
@@ -303,15 +308,12 @@ class Mover:
             copy.timer.cancel()
         self._num_pulls -= copy.num_pulls
         self._targets.release(copy.target, copy.targets)
-        for number in copy.spaces:
-            self._spaces[number].num_copies -= 1
         if error is None:
             assert copy.job is not None
             done = self.totals.ok(copy, copy.job.moved)
         else:
             done = self.totals.failed(copy, error, tuple(quarantined))
-        for number in copy.spaces:
-            self._remove_if_unused(self._spaces.get(number))
+        self.uses.end(copy)
         if self._waiting:
             self._pump_soon()
         copy.on_done(done)
@@ -324,6 +326,7 @@ class Mover:
         """Nothing writes to these pages of one rank any more."""
         number, rank = space_and_rank(region)
         free = self._targets.settle(number, rank, pages)
+        self.uses.settle(number, rank, pages)
         self._remove_if_unused(self._spaces.get(number))
         if free:
             log.info("pages_settled", space=number, num_pages=len(free))

@@ -97,6 +97,9 @@ class Copy:
     timer: asyncio.TimerHandle | None = None
     job: Job | None = None  # once it runs
     num_pulls: int = 0  # while it runs
+    in_doubt: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (rank, page) that it may still write, once ended
     spaces: set[int] = field(init=False)  # all that it touches
 
     def __post_init__(self) -> None:

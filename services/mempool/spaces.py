@@ -316,9 +316,12 @@ class Spaces:
         """Give memory back that no other process maps. `on_done`: whether it failed, so that all of it stays."""
         number, memory = action.space, self.memories[action.space]
         if not self.has_slabs(number):
+            mover = self._mover
+            if action.unlocks and mover is not None and mover.uses.in_doubt(number):
+                may_punch = False  # copy engines may still have its addresses
             if may_punch and action.unlocks:
                 self._rest(number)
-            if not may_punch or (self._mover is not None and self._mover.is_pinned(number)):
+            if not may_punch or (mover is not None and mover.is_pinned(number)):
                 on_done(True)
             else:
                 self._system.punch(memory, number, action.units, on_done)
