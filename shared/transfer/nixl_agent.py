@@ -111,7 +111,8 @@ class NixlAgent:
         sizes: U64,
         peer: str,
     ) -> "NixlTransfer":
-        """Start to copy. Blocks for the copy itself where UCX copies with the CPU (CMA). Raises: TransferError."""
+        """Start to copy. Blocks for the copy itself where UCX copies with the CPU (CMA). Raises: TransferError, where
+        nothing was begun; what failed halfway and may still run is returned, and fails when it is polled."""
         doing = "writing to" if write else "reading from"
         handle = None
         try:
@@ -120,9 +121,12 @@ class NixlAgent:
             handle = self._agent.initialize_xfer("WRITE" if write else "READ", mine, theirs, peer)
             state = self._agent.transfer(handle)
         except Exception as error:
+            failure = self.translate(error, f"{doing} {peer}")
             if handle is not None:
-                NixlTransfer(self, self._agent, handle, "ERR").release()
-            raise self.translate(error, f"{doing} {peer}") from error
+                failed = NixlTransfer(self, self._agent, handle, "ERR", failure)
+                if not failed.release():
+                    return failed
+            raise failure from error
         return NixlTransfer(self, self._agent, handle, state)
 
 
@@ -136,11 +140,15 @@ def _rows(addresses: U64, sizes: U64, device: int) -> tuple[np.ndarray, str]:
 class NixlTransfer:
     """One started request. Its memory stays in use until `over`."""
 
-    def __init__(self, agent: NixlAgent, raw_agent: Any, handle: Any, state: str) -> None:
+    def __init__(
+        self, agent: NixlAgent, raw_agent: Any, handle: Any, state: str, failure: TransferError | None = None
+    ) -> None:
+        """`failure`: why it is in "ERR"; said by the first poll()."""
         self._agent = agent
         self._raw = raw_agent
         self._handle = handle
         self._state = state
+        self._failure = failure
         self._released = False
 
     def poll(self) -> bool:
@@ -154,7 +162,8 @@ class NixlTransfer:
                 raise self._agent.translate(error, "transfer") from error
         if self._state == "ERR":
             self.release()
-            raise TransferFailed("NIXL reports an error")
+            failure, self._failure = self._failure, None
+            raise failure or TransferFailed("NIXL reports an error")
         if self._state == "DONE":
             self.release()
             return True
