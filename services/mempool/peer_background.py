@@ -26,6 +26,8 @@ class Background:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="mempool-peers")
         self._mappings = Mappings()
         self._lock = threading.Lock()
+        self._untold: set[PathEnd] = set()  # made, and nobody has heard of them yet
+        self._closing = False
         self._waiting: dict[int, deque[Callable[[], None]]] = {}  # by owner, whose turn is next first
 
     def make(
@@ -38,7 +40,7 @@ class Background:
         is_wanted: Callable[[], bool] = lambda: True,
         owner: int = 0,
     ) -> None:
-        """An end with all pages of these spaces; `then` gets it, or why there is none.
+        """An end with all pages of these spaces; `then` gets it, the caller's to close, or why there is none.
 
         Args:
             is_wanted: asked on the thread, at its turn; where not, none is made.
@@ -46,12 +48,16 @@ class Background:
         """
 
         def work() -> PathEnd | None:
-            if not is_wanted():
+            if self._closing or not is_wanted():
                 return None
-            return PathEnd(name, self._mappings.regions(spaces), may_send=may_send)
+            end = PathEnd(name, self._mappings.regions(spaces), may_send=may_send)
+            self._untold.add(end)
+            return end
 
         def done(end: Any, error: Exception | None) -> None:
-            then(end, str(error or ""))
+            is_open = end in self._untold  # else close() came first
+            self._untold.discard(end)
+            then(end if is_open else None, str(error or ("closed" if self._closing else "")))
 
         self.run(work, done, owner)
 
@@ -91,6 +97,12 @@ class Background:
         body()
 
     def close(self) -> None:
-        """Finish what is queued, the closing of every path; then unmap."""
+        """Finish what is queued, the closing of every path, and close what nobody will hear of; then unmap."""
+        self._closing = True
+        self.run(self._close_untold, lambda _, error: None)
         self._executor.shutdown(wait=True)
         self._mappings.close()
+
+    def _close_untold(self) -> None:
+        while self._untold:
+            self._untold.pop().close()

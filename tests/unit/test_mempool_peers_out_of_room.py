@@ -233,24 +233,65 @@ async def test_a_peer_with_many_paths_does_not_keep_others_waiting_for_all_of_th
     assert done[4:] == [(1, number) for number in range(2, 20)], "in order for one"
 
 
-async def test_an_end_that_nobody_wants_any_more_is_not_made(monkeypatch):
-    made, told = [], []
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """Names of ends, as they are made; `Made.opened` and `Made.closed` are set when one is, and is closed."""
 
     class Made:
-        def __init__(self, name, _regions, *, may_send) -> None:
-            made.append(name)
+        proceed, opened = threading.Event(), threading.Event()
+        closed: list[str] = []
 
+        def __init__(self, name, _regions, *, may_send) -> None:
+            self.name = name
+            names.append(name)
+            Made.opened.set()
+            Made.proceed.wait(30)
+
+        def close(self) -> bool:
+            Made.closed.append(self.name)
+            return True
+
+    names: list[str] = []
     monkeypatch.setattr(peer_background, "PathEnd", Made)
-    background = Background()
-    background.make("a", {}, lambda *how: told.append(how), is_wanted=lambda: False)
-    background.make("b", {}, lambda *how: told.append(how))
-    background.close()
-    await asyncio.sleep(0)
+    return names
+
+
+async def test_an_end_that_nobody_wants_any_more_is_not_made(made):
+    peer_background.PathEnd.proceed.set()
+    told, background = asyncio.Queue(), Background()
+    background.make("a", {}, lambda *how: told.put_nowait(how), is_wanted=lambda: False)
+    background.make("b", {}, lambda *how: told.put_nowait(how))
+    found = [await told.get(), await told.get()]
     assert made == ["b"]
-    assert [(end is None, reason) for end, reason in told] == [(True, ""), (False, "")]
-    background.run(lambda: None, lambda _, error: told.append(error))  # closed: said, later
+    assert [(end is None, reason) for end, reason in found] == [(True, ""), (False, "")]
+    background.close()
+    background.run(lambda: None, lambda _, error: told.put_nowait(error))  # closed: said, later
+    assert isinstance(await told.get(), RuntimeError)
+    assert not peer_background.PathEnd.closed, "who has it closes it"
+
+
+async def test_an_end_that_is_made_while_all_ends_is_closed_and_the_next_not_made(made):
+    """Nobody would hear of it: the peer could write into memory that is unmapped."""
+    told, background = [], Background()
+    for name in ("a", "b"):
+        background.make(name, {}, lambda *how: told.append(how))
+    assert await asyncio.to_thread(peer_background.PathEnd.opened.wait, 30)
+    threading.Timer(0.02, peer_background.PathEnd.proceed.set).start()
+    background.close()
+    assert (made, peer_background.PathEnd.closed) == (["a"], ["a"])
     await asyncio.sleep(0)
-    assert isinstance(told[-1], RuntimeError)
+    assert [end for end, _ in told] == [None, None]
+
+
+async def test_an_end_that_was_made_and_not_heard_of_when_all_ended_is_closed(made):
+    peer_background.PathEnd.proceed.set()
+    told, background = [], Background()
+    background.make("a", {}, lambda *how: told.append(how))
+    assert peer_background.PathEnd.opened.wait(30), "on the loop, which hears nothing meanwhile"
+    background.close()
+    assert peer_background.PathEnd.closed == ["a"]
+    await asyncio.sleep(0)
+    assert [end for end, _ in told] == [None]
 
 
 def link_of(background, lost=None):
