@@ -205,7 +205,7 @@ class Mover:
         """Copy pages of other spaces into `targets` of space `target`, position by position, on every rank. With a
         `feed` layer by layer; the pages of the spaces are alike then. `raw`: never cut anew between unequal ends.
 
-        `on_done` is called once, not before this returns, by the deadline and one pass of the loop.
+        `on_done` is called once, not before this returns, and GRACE_S behind the deadline at the latest.
         Raises: MoverBusy, MoverClosed, TransferRefused; then on_done is not called.
         """
         self._check(copy_id, target, targets, parts)

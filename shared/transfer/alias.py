@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from shared.transfer.describe import decode
-from shared.transfer.errors import PathUnavailable, TransferRefused
+from shared.transfer.errors import PathUnavailable, TransferError, TransferFailed, TransferRefused
 from shared.transfer.interface import Grant, Moved, PageCheck, PathName, Peer
 from shared.transfer.link import BaseLink
 from shared.transfer.pieces import Pieces
@@ -35,9 +35,15 @@ class AliasLink(BaseLink):
         if refusal is not None:
             raise refusal
         future: Future[Moved] = Future()
-        stale = tuple(check()) if check is not None else ()
-        future.set_result(Moved(self.path, 0, 0, stale))
-        self._leave()
+        try:
+            stale = tuple(check()) if check is not None else ()
+        except Exception as error:  # noqa: BLE001  as on other paths, a waiter hears of it
+            known = isinstance(error, TransferError)
+            future.set_exception(error if known else TransferFailed(f"{self.path}: {error!r}"))
+        else:
+            future.set_result(Moved(self.path, 0, 0, stale))
+        finally:
+            self._leave()
         return future
 
     def push(

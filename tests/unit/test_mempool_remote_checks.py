@@ -72,6 +72,18 @@ def test_of_what_cannot_be_right_nothing_is_taken(rig, checksums):
     assert arrived(rig, checksums) == [0]
 
 
+def test_a_pull_that_was_given_up_while_its_pages_were_summed_is_no_wrong_copy(rig):
+    """They are another's by then."""
+    summed = []
+    rig.checks.sums = lambda _pieces, then: summed.append(then)
+    answer = EpochsChecked(call_id=1, stale=b"", checksums=sums(0, 1010))
+    assert rig.both.arrived("tcp://a:1", answer, rig.told.append)
+    rig.both._core.remote.arriving = lambda _number, _address: (0, ())
+    summed.pop()([77])
+    assert rig.told == [answer]
+    assert rig.checks.counters["checks_copies_wrong"] == 0
+
+
 def test_an_answer_without_sums_or_for_nobody_goes_on_as_it_is(rig):
     assert not rig.both.arrived("tcp://a:1", EpochsChecked(call_id=1), rig.told.append)
     assert not rig.both.arrived("tcp://a:1", EpochsChecked(call_id=2, checksums=sums(0, 1)), rig.told.append)
