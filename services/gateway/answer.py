@@ -16,7 +16,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.core.admission import Admission, Admitted
 from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
-from services.gateway.http_errors import error_body, header_block, status_of, type_of
+from services.gateway.http_errors import error_body, header_block, header_lines, status_of, type_of
 from services.gateway.push import PUSH_KEY, Push
 from services.gateway.receipt import receipt_of
 from shared.observe.log import get_logger
@@ -124,8 +124,7 @@ class Answer(ABC):
         status = status_of(code)
         metrics.ERRORS.labels(code).inc()
         self.span.fail(f"{code}: {message}")
-        lines = header_block(status, retry_after_ms, self.request_id)
-        head = b"".join(b"%b: %b\r\n" % pair for pair in lines)
+        head = header_lines(header_block(status, retry_after_ms, self.request_id))
         self.push.respond(status, head, error_body(message, type_of(status), None, code))
         self.stop_calls()
         self.end(status)

@@ -12,17 +12,19 @@ from services.gateway import routes_chat, routes_completions, routes_misc
 from services.gateway.deps import Gateway
 from services.gateway.edge import DirectEdge, Edge, Endpoint, http_exception
 from services.gateway.http_body import Receive, Scope, Send
+from services.gateway.origins import Origins
 
 
 class Front:
     """ASGI application: the two completion routes by a dictionary, everything else through FastAPI.
 
     The way through FastAPI's middleware and router costs about 60 us of CPU, a tenth of a request's bar. `direct`:
-    by path, what GatewayProtocol starts without ASGI where a request came whole.
+    by path, what GatewayProtocol starts without ASGI where a request came whole. `origins`: what it tells pages of.
     """
 
-    def __init__(self, app: FastAPI, hot: dict[str, DirectEdge]) -> None:
+    def __init__(self, app: FastAPI, hot: dict[str, DirectEdge], origins: Origins) -> None:
         self.app = app
+        self.origins = origins
         self.direct = {path.encode(): edge.direct for path, edge in hot.items()}
         self._hot = hot
 
@@ -55,10 +57,12 @@ def create_app(gateway: Gateway) -> Front:
     for path, endpoint in plain.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     app.include_router(routes_misc.router)
-    app.add_middleware(Edge, keys=gateway.keys)
+    origins = Origins(gateway.settings.allowed_origins)
+    app.add_middleware(Edge, keys=gateway.keys, origins=origins)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     largest = gateway.settings.max_body_bytes
-    return Front(app, {path: DirectEdge(endpoint, gateway.keys, largest) for path, endpoint in plain.items()})
+    hot = {path: DirectEdge(endpoint, gateway.keys, largest) for path, endpoint in plain.items()}
+    return Front(app, hot, origins)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

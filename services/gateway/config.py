@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.gateway.origins import check_origins
 from shared import settings
 from shared.cpus import usable_cpus
 from shared.errors import SettingsError
@@ -33,6 +34,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     api_keys: list[str] = []
     api_keys_file: str = ""  # lines of `key` or `key tenant`; # begins a comment
+    # `scheme://host[:port]` of pages that may read answers in a browser (CORS); `*`: of all, as with vLLM; "": of none
+    allowed_origins: list[str] = msgspec.field(default_factory=lambda: ["*"])
 
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 16 << 10
@@ -86,6 +89,7 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 def _check(found: GatewaySettings) -> None:
     split_listen(found.listen)
+    check_origins(found.allowed_origins)
     settings.check_share("gateway", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (
         "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",

@@ -16,6 +16,7 @@ from services.gateway.auth import KeyRing
 from services.gateway.http_body import ClientGone, Message, Receive, Scope, Send, check_body, header
 from services.gateway.http_errors import HttpFailure, describe, header_block, plain_http
 from services.gateway.http_protocol import NO_ROUTE, REFUSED_KEY, REFUSED_STATUS_KEY
+from services.gateway.origins import Headers, Origins
 from services.gateway.push import PUSH_KEY
 from services.gateway.tally import CountTally
 from shared.errors import ClusterError, InvariantBroken
@@ -59,13 +60,21 @@ class Endpoint(Protocol):
 
 
 class Edge:
-    """ASGI middleware. Handlers below raise ClusterErrors; what they answer themselves passes through."""
+    """ASGI middleware. Handlers below raise ClusterErrors; what they answer themselves passes through.
+
+    Args: origins: whose preflights are answered here, without a key: browsers send none with them.
+    """
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, random_bytes: Callable[[int], bytes] = os.urandom
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        origins: Origins | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self.app = app
         self._keys = keys
+        self._origins = origins or Origins()
         self._random_bytes = random_bytes
 
     def _enter(self, scope: Scope) -> str:
@@ -74,12 +83,15 @@ class Edge:
         scope[STATUS] = 0
         return path
 
-    def _admit(self, scope: Scope) -> None:
-        """Raises: Unauthorized; HttpFailure 431."""
+    def _admit(self, scope: Scope) -> Headers | None:
+        """What answers a preflight; None for all other requests. Raises: Unauthorized; HttpFailure 431."""
         if scope.get(REFUSED_KEY):
             raise HttpFailure(431, "header_too_large", "The request's headers are too large.")
+        if scope["method"] == "OPTIONS" and (told := self._origins.preflight(scope["headers"])) is not None:
+            return told
         if scope["path"] not in OPEN_PATHS:
             scope[TENANT] = self._keys.tenant_of(header(scope, b"authorization"))
+        return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -89,8 +101,12 @@ class Edge:
         path = self._enter(scope)
         noting = _noting(scope, send)
         try:
-            self._admit(scope)
-            await self.app(scope, receive, noting)
+            told = self._admit(scope)
+            if told is None:
+                await self.app(scope, receive, noting)
+            else:
+                await noting({"type": "http.response.start", "status": 204, "headers": told})
+                await noting({"type": "http.response.body"})
         except Exception as error:  # noqa: BLE001 - the last resort of one request
             await _fail(error, scope, noting)
         finally:

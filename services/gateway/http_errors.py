@@ -73,6 +73,11 @@ def header_block(
     return headers
 
 
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """As they stand in a head, the last line's end included."""
+    return b"".join([b"%b: %b\r\n" % pair for pair in headers])
+
+
 class HttpFailure(ClusterError):
     """An answer that has no class in shared/errors.py: 404 and 405 of the router, 429, 431."""
 

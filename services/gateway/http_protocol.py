@@ -14,7 +14,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway import metrics
-from services.gateway.http_errors import error_body
+from services.gateway.http_errors import error_body, header_lines
+from services.gateway.origins import Headers, Origins
 from services.gateway.push import PUSH_KEY, REASONS, Limits, Watch
 
 Direct = Callable[[dict[str, Any], bytes], Coroutine[Any, Any, None]]  # scope, body
@@ -42,6 +43,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._direct_paths: dict[bytes, Direct] = getattr(self.app, "direct", {})
+        self._origins: Origins = getattr(self.app, "origins", None) or Origins()
         self._direct: Direct | None = None  # of the request that is being read
         self._direct_body = b""
         self._task: asyncio.Task[None] | None = (
@@ -194,6 +196,11 @@ class GatewayProtocol(HttpToolsProtocol):
             self._start_asgi()
         self._in_head, self._in_body, self._head_bytes = False, True, 0
 
+    def _default_headers(self) -> Headers:
+        """uvicorn's own list, or a new one for a page that must hear whether it may read the answer."""
+        usual, told = self.server_state.default_headers, self._origins.headers(self.headers)
+        return [*usual, *told] if told else usual
+
     def _head_is_too_large(self) -> bool:
         """Counted only where the pieces, which may hold a body, too, leave a doubt."""
         return self._head_bytes + self._piece_bytes > Limits.header_bytes and (
@@ -209,6 +216,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._head_is_too_large():
             self.scope[REFUSED_KEY] = True  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self.cycle.default_headers = self._default_headers()
         self._read_on()
         self.scope[PUSH_KEY] = self.cycle  # type: ignore[typeddict-unknown-key]  # the handler makes a Push of it
 
@@ -251,7 +259,7 @@ class GatewayProtocol(HttpToolsProtocol):
             logger=self.logger,
             access_logger=self.access_logger,
             access_log=False,
-            default_headers=self.server_state.default_headers,
+            default_headers=self._default_headers(),
             message_event=watch,  # type: ignore[arg-type]
             expect_100_continue=False,
             keep_alive=parser.should_keep_alive(),
@@ -358,9 +366,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if is_free and not (self._in_body and self._is_answered):
             self._count(status, code)
             body = error_body(message, "invalid_request_error", None, code)
+            told = header_lines(self._origins.headers(self.headers) if self._in_head or self._in_body else [])
             self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%b" % (status, REASONS[status], len(body), body)
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\n%b"
+                b"content-length: %d\r\n\r\n%b" % (status, REASONS[status], told, len(body), body)
             )
         self.transport.close()
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from services.gateway.http_errors import header_lines
+
 PUSH_KEY = "quire.push"
 REASONS = {
     200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
@@ -158,5 +160,5 @@ class _DefaultHeaders:
 def _default_headers(cycle: RequestResponseCycle) -> bytes:
     if cycle.default_headers is not _DefaultHeaders.pairs:
         _DefaultHeaders.pairs = cycle.default_headers
-        _DefaultHeaders.lines = b"".join([b"%b: %b\r\n" % pair for pair in cycle.default_headers])
+        _DefaultHeaders.lines = header_lines(cycle.default_headers)
     return _DefaultHeaders.lines
