@@ -173,7 +173,7 @@ class ChatBody(SamplingBody, RefusedRendering):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """See openai_fields. Raises: InvalidRequest when a call's arguments are no JSON object."""
+        """See openai_fields. Raises: InvalidRequest when a call's arguments are no valid Unicode."""
         return template_messages(self.messages)
 
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -265,7 +265,7 @@ class TokenizeBody(RefusedRendering):
         return self
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """See openai_fields. Raises: InvalidRequest when a call's arguments are no JSON object."""
+        """See openai_fields. Raises: InvalidRequest when a call's arguments are no valid Unicode."""
         return template_messages(self.messages or [])
 
     def template_tools(self) -> list[dict[str, Any]] | None:

@@ -158,7 +158,7 @@ def check_messages(messages: list[Message], *, continued: bool | None, generated
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates want them: content as text, arguments of calls as objects.
 
-    Raises: InvalidRequest when a call's arguments are no JSON object.
+    Raises: InvalidRequest when a call's arguments are no valid Unicode.
     """
     return [_template_message(message, position) for position, message in enumerate(messages)]
 
@@ -180,26 +180,33 @@ def _template_message(message: Message, position: int) -> dict[str, Any]:
         out["content"] = None if message.get("tool_calls") else ""
     calls = message.get("tool_calls")
     if calls:
-        out["tool_calls"] = [_template_call(dict(call), position) for call in calls]
+        out["tool_calls"] = [
+            _template_call(dict(call), f"messages[{position}].tool_calls[{number}]")
+            for number, call in enumerate(calls)
+        ]
     elif "tool_calls" in out:
         del out["tool_calls"]
     return out
 
 
-def _template_call(call: dict[str, Any], position: int) -> dict[str, Any]:
-    """Templates print arguments themselves, so they want the object, as transformers documents."""
+def _template_call(call: dict[str, Any], field: str) -> dict[str, Any]:
+    """Templates print arguments themselves, so they want the object, as transformers documents.
+
+    A model may have written something else, which clients send back as they got it: it is shown what it wrote.
+    """
     text = call["function"]["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
-        if "\\u" in text:  # half a surrogate pair, which no tokenizer takes, comes as an escape only
-            json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(
-            f"messages[{position}].tool_calls: arguments must be the JSON text of an object, in valid Unicode.",
-            param="messages",
-        )
+        arguments = text
+    elif "\\u" in text:  # half a surrogate pair, which no tokenizer takes, comes as an escape only
+        try:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            param = f"{field}.function.arguments"
+            raise InvalidRequest(f"{param} is no valid Unicode.", param=param) from None
     return {**call, "type": "function", "function": {**call["function"], "arguments": arguments}}
 
 

@@ -315,24 +315,6 @@ def test_templates_get_text_and_objects():
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["[1]", "{", "5", '{"a":' + "[" * 200_000, '{"a": "\\ud83d"}', '{"\\uDE00": 1}'],
-    ids=range(6),
-)
-def test_arguments_that_are_no_object_are_refused(arguments):
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    body = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
-    with pytest.raises(InvalidRequest, match="arguments"):
-        body.template_messages()
-
-
-def test_arguments_may_have_escapes_of_whole_characters():
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d\\ude00"}'}}
-    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).template_messages()
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\U0001f600"}
-
-
 def test_a_refusal_in_an_assistants_content_is_text():
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     both = {
