@@ -15,8 +15,8 @@ from services.gateway.core.tools import (
     make_parser,
     read_whole,
 )
-from services.gateway.detokenize import PRIMER_TOKENS
-from services.gateway.logprobs import CompletionLogprobs, Rows, chat_logprobs
+from services.gateway.detokenize import PRIMER_TOKENS, Detokenizer
+from services.gateway.logprobs import CompletionLogprobs, Echo, Rows, TextOffsets, chat_logprobs
 from services.gateway.text import ModelText
 from shared.wire.requests import TokenChunk, TokenLogprob
 
@@ -41,11 +41,11 @@ class Choice:
         index: in the response, over all prompts.
         prompt_ids: of which the last prime the detokenizer.
         new_id: makes ids of tool calls.
-        echo_chars: characters of the prompt's text that the answer begins with.
+        echo: the prompt's text, if the answer begins with it.
     """
 
     __slots__ = (
-        "_decode", "_decode_rest", "_ids", "_legacy_logprobs", "_new_id", "_offset", "_owes_prompt", "_parser",
+        "_decode", "_decode_rest", "_echo", "_ids", "_legacy_logprobs", "_new_id", "_owes_prompt", "_parser",
         "_prompt_ids", "_rows", "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class Choice:
         prompt_ids: Sequence[int],
         *,
         new_id: NewId,
-        echo_chars: int = 0,
+        echo: Echo | None = None,
     ) -> None:
         self.index = index
         self.is_plain = spec.num_top_logprobs is None and spec.tool_plan is None and not spec.return_token_ids
@@ -65,7 +65,7 @@ class Choice:
         self._text = text
         self._prompt_ids = prompt_ids if spec.return_token_ids else prompt_ids[-PRIMER_TOKENS:]
         self._new_id = new_id
-        self._offset = echo_chars
+        self._echo = echo
         self.reset()
 
     def reset(self) -> None:
@@ -74,11 +74,7 @@ class Choice:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._owes_prompt = spec.return_token_ids
-        detokenizer = text.detokenizer(
-            self._prompt_ids[-PRIMER_TOKENS:],
-            skip_special_tokens=spec.skip_special_tokens,
-            show_tool_tokens=spec.tool_plan is not None,
-        )
+        detokenizer = self._detokenizer()
         self._decode, self._decode_rest = detokenizer.feed, detokenizer.flush
         self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops else None
         self._parser: ToolParser | None = None
@@ -89,9 +85,17 @@ class Choice:
         self._rows: list[Sequence[TokenLogprob] | None] = []
         self._legacy_logprobs: CompletionLogprobs | None = None
         if spec.num_top_logprobs is not None and not spec.is_chat:
-            self._legacy_logprobs = CompletionLogprobs(
-                spec.num_top_logprobs, text.texts, start_offset=self._offset
-            )
+            start = len(self._echo.text) if self._echo is not None else 0
+            offsets = TextOffsets(self._detokenizer().feed, start=start)
+            self._legacy_logprobs = CompletionLogprobs(spec.num_top_logprobs, text.texts, offsets)
+
+    def _detokenizer(self) -> Detokenizer:
+        """A new one for the output."""
+        return self._text.detokenizer(
+            self._prompt_ids[-PRIMER_TOKENS:],
+            skip_special_tokens=self._spec.skip_special_tokens,
+            show_tool_tokens=self._spec.tool_plan is not None,
+        )
 
     def feed(self, chunk: TokenChunk) -> str:
         """New text that is safe to show. Cost: a few microseconds a token without stop strings."""
@@ -172,9 +176,10 @@ class Choice:
     def put_prompt_logprobs(self, rows: Rows, first_token: int) -> None:
         """With echo, before any chunk: the prompt's positions come first, and offsets begin with them."""
         self._rows = list(rows)
-        num_top = self._spec.num_top_logprobs
-        if num_top is not None and self._legacy_logprobs is not None:
-            self._legacy_logprobs = CompletionLogprobs(num_top, self._text.texts, first_token=first_token)
+        if self._legacy_logprobs is not None and (echo := self._echo) is not None:
+            decode = self._text.detokenizer(skip_special_tokens=echo.skips_special).feed
+            offsets = TextOffsets(decode, num_hidden=echo.num_hidden)
+            self._legacy_logprobs.begin_with_prompt(len(rows), first_token, offsets)
 
     def take_token_ids(self) -> list[int] | None:
         """Token ids since the last call; None when they were not asked for."""

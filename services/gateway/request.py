@@ -18,6 +18,7 @@ from services.gateway.deps import Gateway
 from services.gateway.edge import REQUEST_ID, TENANT
 from services.gateway.http_body import Scope, header, is_on
 from services.gateway.http_errors import HttpFailure
+from services.gateway.logprobs import Echo
 from services.gateway.openai import SamplingBody, to_sampling
 from services.gateway.push import PUSH_KEY, Push
 from services.gateway.streaming import EventShape, StreamAnswer
@@ -34,11 +35,11 @@ MAX_TOTAL_CHOICES = 2_048  # prompts times n
 
 
 class Prompt(Struct, frozen=True):
-    """Token ids, the same packed, and the text that `echo` puts before the answer."""
+    """Token ids, the same packed, and what `echo` puts before the answer."""
 
     ids: Sequence[int]
     packed: bytes
-    echo: str | None = None
+    echo: Echo | None = None
 
 
 def incoming_traceparent(scope: Scope) -> str:
@@ -161,11 +162,11 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
                 gateway.text,
                 prompt.ids,
                 new_id=new_call_id,
-                echo_chars=len(prompt.echo or ""),
+                echo=prompt.echo,
             )
             for each in range(num_choices)
         ]
-        sink = answer.sink(choices, echo=prompt.echo)
+        sink = answer.sink(choices, echo=prompt.echo.text if prompt.echo is not None else None)
         call = make_call(
             gateway,
             incoming.request_id if len(prompts) == 1 else f"{incoming.request_id}-{number}",

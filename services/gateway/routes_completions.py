@@ -6,6 +6,7 @@ from services.gateway.answer import Answer
 from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
+from services.gateway.logprobs import Echo
 from services.gateway.openai import CompletionBody, parse_body
 from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, check_model
 from services.gateway.submit import check_fits
@@ -50,23 +51,27 @@ class CompletionEndpoint:
 async def completion_prompts(gateway: Gateway, body: CompletionBody, incoming: Incoming) -> list[Prompt]:
     """Token ids of every prompt, and its text where it is echoed."""
     prompts: list[Prompt] = []
+    adds_special = body.add_special_tokens is not False
     with TokenizeSpan(incoming):
         for given in body.prompts:
-            echo: str | None = None
+            echo: Echo | None = None
             if isinstance(given, str):
                 ids = await gateway.text.encode(
                     given,
-                    add_special_tokens=body.add_special_tokens is not False,
+                    add_special_tokens=adds_special,
                     max_tokens=gateway.max_model_len,
                     param="prompt",
                 )
                 packed = pack_tokens(ids)
-                echo = given if body.echo else None
+                if body.echo:
+                    echo = Echo(given, num_hidden=gateway.text.num_before if adds_special else 0)
             else:
                 ids = given
                 check_fits(len(ids), gateway.max_model_len, "prompt")  # before its ids are looked at
                 packed = gateway.text.pack_token_ids(ids, "prompt")
                 if body.echo:
-                    echo = await gateway.text.decode(ids, skip_special_tokens=not body.keeps_special_tokens)
+                    skips = not body.keeps_special_tokens
+                    shown = await gateway.text.decode(ids, skip_special_tokens=skips)
+                    echo = Echo(shown, skips_special=skips)
             prompts.append(Prompt(ids, packed, echo))
     return prompts

@@ -127,6 +127,11 @@ class ModelText:
         longest = table.longest_bytes * (NORMALIZER_SHRINKS if self.tokenizer.normalizer else 1)
         return -(-len(text) // longest)
 
+    @property
+    def num_before(self) -> int:
+        """Tokens that add_special_tokens puts before a text."""
+        return len(self._frames[0])
+
     def encode_now(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """The same without a thread."""
         found, missing = self._look_up(text)

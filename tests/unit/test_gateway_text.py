@@ -10,7 +10,7 @@ from tokenizers import processors
 
 from services.gateway.core.tools import format_of
 from services.gateway.detokenize import TokenTexts
-from services.gateway.logprobs import CompletionLogprobs, chat_logprobs
+from services.gateway.logprobs import CompletionLogprobs, TextOffsets, chat_logprobs
 from services.gateway.segment_cache import SegmentCache
 from services.gateway.text import INLINE_CHARS, INLINE_TOKENS, ModelText
 from shared.errors import InvalidRequest, PromptTooLong, SettingsError
@@ -237,7 +237,9 @@ def test_chat_log_probabilities_are_openais():
 def test_completion_log_probabilities_are_parallel_lists_with_running_offsets():
     tokenizer = byte_level()
     ids = tokenizer.encode("the fox").ids
-    maker = CompletionLogprobs(1, TokenTexts(tokenizer), first_token=ids[0])
+    texts = TokenTexts(tokenizer)
+    maker = CompletionLogprobs(1, texts, TextOffsets(texts.detokenizer().feed, start=len("the fox")))
+    maker.begin_with_prompt(len(ids), ids[0], TextOffsets(texts.detokenizer().feed))
     rows = [None, *([TokenLogprob(i, -1.0, 2), TokenLogprob(5, -0.5, 1)] for i in ids[1:])]
     first, second = maker.entries(rows[:2]), maker.entries(rows[2:])
     joined = {key: first[key] + second[key] for key in first}

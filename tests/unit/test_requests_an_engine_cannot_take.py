@@ -16,7 +16,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsTensors
 
-from services.gateway.logprobs import LEAST, CompletionLogprobs
+from services.gateway.logprobs import LEAST, CompletionLogprobs, TextOffsets
 from services.gateway.openai import ChatBody, CompletionBody, parse_body, to_sampling
 from services.gateway.request import MAX_SUM, Prompt, begin, check_scores
 from services.gateway.whole import WholeSink
@@ -301,7 +301,9 @@ async def test_an_engine_makes_rows_for_the_first_output_alone_though_every_choi
 def test_log_probabilities_that_json_has_no_word_for_are_the_least():
     least, texts = float("-inf"), SimpleNamespace(text=str)
     rows = [None, [TokenLogprob(4, least, 9), TokenLogprob(5, -0.5, 1), TokenLogprob(6, least, 2)]]
-    found = CompletionLogprobs(2, texts, first_token=3).entries(rows)
+    maker = CompletionLogprobs(2, texts, TextOffsets(str, start=2))
+    maker.begin_with_prompt(2, 3, TextOffsets(str))
+    found = maker.entries(rows)
     assert found == {
         "tokens": ["3", "4"],
         "token_logprobs": [None, LEAST],
