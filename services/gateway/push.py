@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from services.gateway.http_errors import header_lines
 
 PUSH_KEY = "quire.push"
+_LAST_CHUNK = b"0\r\n\r\n"
 REASONS = {
     200: b"OK", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden", 404: b"Not Found",
     405: b"Method Not Allowed", 408: b"Request Timeout", 413: b"Content Too Large",
@@ -30,14 +31,19 @@ class Limits:
     body_bytes = 16 << 20  # the handler refuses more; what still comes then is dropped, up to four times this
 
 
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class Push:
     """Writes one response from plain callbacks. Every method is a no-op once the client is gone."""
 
-    __slots__ = ("_cycle", "_head", "_largest", "_transport")
+    __slots__ = ("_cycle", "_frame", "_head", "_largest", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
+        self._frame: Callable[[bytes], bytes] = _chunk
         self._head = b""  # of a stream whose first chunk has not come
         self._largest = 0  # chunk so far, in bytes
 
@@ -52,17 +58,20 @@ class Push:
         return self._cycle.response_started
 
     def start_stream(self, headers: bytes) -> None:
-        """Head of a chunked 200 response; it leaves with the first chunk. `headers`: whole lines, CRLF included."""
+        """Head of a 200 response in chunks; it leaves with the first one. `headers`: whole lines, CRLF included.
+
+        HTTP/1.0 knows no chunks: there the end of the connection is that of the response.
+        """
         cycle = self._cycle
         if cycle.disconnected:
             return
         cycle.response_started = True
-        cycle.chunked_encoding = True
+        cycle.chunked_encoding = cycle.scope.get("http_version", "1.1") >= "1.1"
         cycle.waiting_for_100_continue = False
+        self._frame = _chunk if cycle.chunked_encoding else bytes
+        coding = b"transfer-encoding: chunked\r\n" if cycle.chunked_encoding else b""
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self._head = b"HTTP/1.1 200 OK\r\n%b%btransfer-encoding: chunked\r\n%b\r\n" % (
-            _default_headers(cycle), headers, close,
-        )  # fmt: skip
+        self._head = b"HTTP/1.1 200 OK\r\n%b%b%b%b\r\n" % (_default_headers(cycle), headers, coding, close)
 
     def write(self, data: bytes) -> bool:
         """One chunk. Returns False when the reader is too slow: the caller then gives the stream up.
@@ -74,17 +83,18 @@ class Push:
             return True
         self._largest = max(self._largest, len(data))
         if self._head:
-            self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+            self._transport.write(self._head + self._frame(data))
             self._head = b""
             return True
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(self._frame(data))
         unsent = self._transport.get_write_buffer_size() if cycle.flow.write_paused else 0
         return unsent - self._largest <= Limits.unsent_bytes
 
     def end_stream(self, last: bytes) -> None:
         """Last chunk, not empty, and end of the response."""
         if not self._cycle.disconnected:
-            self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (self._head, len(last), last))
+            end = _LAST_CHUNK if self._cycle.chunked_encoding else b""
+            self._transport.write(self._head + self._frame(last) + end)
             self._head = b""
             self._complete()
 

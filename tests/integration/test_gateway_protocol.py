@@ -100,6 +100,15 @@ async def test_connection_close_and_http_1_0_end_the_connection(server):
     assert (await raw(server.port, b"GET /whole HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\nwhole")
 
 
+async def test_a_stream_to_an_http_1_0_client_is_plain_and_ends_with_its_connection(server):
+    for more in (b"", b"connection: keep-alive\r\n"):
+        reply = await raw(server.port, b"GET /stream HTTP/1.0\r\n" + more + b"\r\n")
+        head, _, body = reply.partition(b"\r\n\r\n")
+        assert body == b"one two three"
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+
+
 async def test_pipelined_requests_are_answered_in_order(server):
     one = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /whole HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

@@ -29,7 +29,7 @@ def connection():
     cycle = SimpleNamespace(
         transport=transport, disconnected=False, response_complete=False, response_started=False,
         chunked_encoding=False, waiting_for_100_continue=False, keep_alive=True, default_headers=[],
-        flow=SimpleNamespace(write_paused=True), message_event=watch,
+        flow=SimpleNamespace(write_paused=True), message_event=watch, scope={},
     )  # fmt: skip
     watch.cycle = cycle
     return cycle, transport
