@@ -19,6 +19,7 @@ from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, header_lines, status_of, type_of
 from services.gateway.push import PUSH_KEY, Push
 from services.gateway.receipt import receipt_of
+from shared.errors import InvalidRequest
 from shared.observe.log import get_logger
 from shared.observe.trace import Span
 
@@ -26,7 +27,10 @@ _log = get_logger("gateway.answer")
 
 
 class Answer(ABC):
-    """Base of StreamAnswer and WholeAnswer. `cost`: one for each prompt."""
+    """Base of StreamAnswer and WholeAnswer.
+
+    Args: grammar_field: the body's, that asks for a grammar, which only the engine can judge; "": none does.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Answer(ABC):
         span: Span,
         received_ns: int,
         wants_receipt: bool,
+        grammar_field: str = "",
     ) -> None:
         self.cluster = cluster
         self.push = push
@@ -51,6 +56,7 @@ class Answer(ABC):
         self.choices: list[Choice] = []
         self.first_ns = 0  # monotonic; 0: no token yet, of an attempt that was not given up
         self.shown_ns = 0  # monotonic, when content began to leave ahead of the end; 0: none has
+        self._grammar_field = grammar_field
         self._admission = admission
         self._ticket = ticket
         self._scope = scope
@@ -125,7 +131,9 @@ class Answer(ABC):
         metrics.ERRORS.labels(code).inc()
         self.span.fail(f"{code}: {message}")
         head = header_lines(header_block(status, retry_after_ms, self.request_id))
-        self.push.respond(status, head, error_body(message, type_of(status), None, code))
+        # all else that a body asks for has been checked here
+        param = self._grammar_field or None if code == InvalidRequest.code else None
+        self.push.respond(status, head, error_body(message, type_of(status), param, code))
         self.stop_calls()
         self.end(status)
 

@@ -117,13 +117,20 @@ class SamplingBody(RefusedFields):
         """Most tokens to generate; None: what the context has left."""
         return self.max_tokens
 
+    @property
+    def grammar_field(self) -> str:
+        """The field that structured() is made of; "": nothing asks for a grammar."""
+        if self.structured_outputs is not None and not self.structured_outputs.is_empty:
+            return "structured_outputs"
+        return (
+            "response_format" if isinstance(self.response_format, JsonObjectFormat | JsonSchemaFormat) else ""
+        )
+
     def structured(self) -> StructuredSpec | None:
         """The grammar that the output must follow. Raises: InvalidRequest."""
         form = self.response_format
-        if self.structured_outputs is not None:
-            found = self.structured_outputs.spec()
-            if found is not None:
-                return found
+        if self.structured_outputs is not None and not self.structured_outputs.is_empty:
+            return self.structured_outputs.spec()
         if isinstance(form, JsonObjectFormat):
             return StructuredSpec(kind="json_object")
         if isinstance(form, JsonSchemaFormat):
@@ -191,8 +198,14 @@ class ChatBody(SamplingBody, RefusedRendering):
             return ToolPlan(kind="required", max_calls=most)
         return ToolPlan(kind=auto, max_calls=most) if auto != "none" else None
 
+    @property
+    def grammar_field(self) -> str:
+        """See SamplingBody. A forced call's grammar comes before any other."""
+        is_forced = self.tools and self.tool_choice not in (None, "none", "auto")
+        return "tools" if is_forced else super().grammar_field
+
     def structured(self) -> StructuredSpec | None:
-        """A forced call's grammar comes before any other. Raises: InvalidRequest."""
+        """See SamplingBody. Raises: InvalidRequest."""
         if not self.tools or self.tool_choice in (None, "none", "auto"):
             return super().structured()
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}

@@ -13,6 +13,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 # In an error's path pydantic puts the branches of unions between the fields: "str", "list[TextPart]".
 _FIELD = re.compile(r"[a-z][a-z_0-9]*\Z")
+_NAMED = re.compile(r"(?:Missing required parameter: ')?([a-z][a-z_0-9]*(?:\[\d+\]|\.[a-z][a-z_0-9]*)*)[ ']")
 _BRANCHES = frozenset(
     {"str", "int", "float", "bool", "list", "dict", "none", "json_schema", "json_object", "text"}
 )
@@ -82,9 +83,9 @@ def _param(path: Sequence[str | int]) -> str:
 
 
 def _named(message: str) -> str | None:
-    """Field that a message about the whole body begins with."""
-    word = message.removeprefix("Value error, ").partition(" ")[0].strip("'")
-    return word if _FIELD.match(word) else None
+    """Field that a message about the whole body begins with, or says is missing."""
+    found = _NAMED.match(message.removeprefix("Value error, "))
+    return found and found[1]
 
 
 def _lower(text: str) -> str:

@@ -139,7 +139,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), After
 def check_messages(messages: list[Message], *, continued: bool | None, generated: bool | None) -> None:
     """What no type says of a chat. `continued`: continue_final_message; `generated`: add_generation_prompt.
 
-    Raises: ValueError that begins with the field.
+    Raises: ValueError that begins with the field, or says that it is missing.
     """
     if continued and generated:
         raise ValueError("continue_final_message excludes add_generation_prompt")
@@ -148,10 +148,10 @@ def check_messages(messages: list[Message], *, continued: bool | None, generated
         if content is None and not message.get("tool_calls"):
             if role == "assistant" and "content" in message:
                 continue  # an assistant that said nothing: OpenAI's SDK sends content null
-            raise ValueError(f"messages[{position}] needs content")
+            raise ValueError(f"Missing required parameter: 'messages[{position}].content'")
         if role != "assistant" and isinstance(content, list) and any("refusal" in part for part in content):
             raise ValueError(
-                f"messages[{position}] has a refusal, which only an assistant's content may have"
+                f"messages[{position}].content has a refusal, which only an assistant's content may have"
             )
 
 

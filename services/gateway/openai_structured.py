@@ -22,6 +22,12 @@ class StructuredOutputs(Model):
     grammar: str | None = None
     structural_tag: Refused = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks for nothing."""
+        asked = (self.json_, self.regex, self.choice, self.grammar)
+        return not self.json_object and all(each is None for each in asked)
+
     def spec(self) -> StructuredSpec | None:
         """None when it asks for nothing. Raises: InvalidRequest when it asks for two, or too much."""
         found: list[StructuredSpec] = []

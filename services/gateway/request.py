@@ -223,6 +223,7 @@ def _make_answer(incoming: Incoming, kind: str) -> StreamAnswer | WholeAnswer:
         "request_id": incoming.request_id,
         "span": incoming.span,
         "received_ns": incoming.received_ns,
+        "grammar_field": body.grammar_field,
         "wants_receipt": bool(body.quire_receipt) or is_on(header(scope, b"x-quire-receipt")),
     }
     created, model = int(time.time()), gateway.settings.model_name

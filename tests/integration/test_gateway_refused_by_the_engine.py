@@ -51,6 +51,34 @@ async def test_a_stream_that_the_engine_refuses_behind_its_first_token_ends_with
     assert len(rig.scheduler.places) == 1, "it would end so at any other"
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "("}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": SCHEMA}, "response_format"),
+        ({"response_format": SCHEMA, "tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ({"response_format": SCHEMA, "tools": TOOLS, "tool_choice": "auto"}, "response_format"),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"json_object": False}}, None),
+    ],
+)  # fmt: skip
+async def test_a_grammar_that_the_engine_refuses_is_told_with_the_field_that_asked_for_it(
+    rig, fields, param, stream
+):
+    async def refuse(worker, identity, gen, prompt):
+        worker.failed(identity, gen, "invalid_request", False)
+
+    rig.a.script = refuse
+    reply = await rig.client.post("/v1/chat/completions", json=chat(stream=stream, **fields))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
 async def test_what_the_engine_let_go_is_placed_again(rig):
     rig.say("a")
     rig.a.script = ends_with("abort")

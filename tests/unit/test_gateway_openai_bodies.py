@@ -69,7 +69,8 @@ def sampling(body, **options) -> SamplingSpec:
             "messages[1].content",
             "string or a valid array",
         ),
-        ({"messages": [{"role": "user"}]}, None, "messages[0] needs content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
+        ({"messages": [*USER, {"role": "tool", "content": None}]}, "messages[1].content", "Missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",
@@ -331,8 +332,9 @@ def test_a_refusal_in_an_assistants_content_is_text():
         with pytest.raises(InvalidRequest) as caught:
             chat(messages=[{"role": "assistant", "content": wrong}])
         assert str(caught.value.param).startswith(param)
-    with pytest.raises(InvalidRequest, match="only an assistant"):
+    with pytest.raises(InvalidRequest, match="only an assistant") as caught:
         chat(messages=[{**said, "role": "user"}])
+    assert caught.value.param == "messages[0].content"
 
 
 @pytest.mark.parametrize(
