@@ -28,7 +28,7 @@ from services.gateway.openai_fields import (
     template_messages,
     template_tools,
 )
-from services.gateway.openai_refused import Refused, RefusedFields, RefusedRendering
+from services.gateway.openai_refused import Refused, RefusedFields, RefusedInChats, RefusedRendering
 from services.gateway.openai_structured import StructuredOutputs, schema_spec
 from shared.errors import InvalidRequest
 from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec, too_many
@@ -138,7 +138,7 @@ class SamplingBody(RefusedFields):
         return None
 
 
-class ChatBody(SamplingBody, RefusedRendering):
+class ChatBody(SamplingBody, RefusedInChats, RefusedRendering):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -152,7 +152,6 @@ class ChatBody(SamplingBody, RefusedRendering):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    echo: Refused = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatBody":

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -78,7 +79,7 @@ class ToolCall(_ToolCallBase, total=False):
 
 
 class _MessageBase(TypedDict):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Message(_MessageBase, total=False):
@@ -89,6 +90,7 @@ class Message(_MessageBase, total=False):
     name: str | None
     tool_calls: Annotated[list[ToolCall], _ITEMS] | None
     tool_call_id: str | None
+    function_call: SkipJsonSchema[Any]  # refused: templates know tool calls only
     reasoning_content: str | None
 
 
@@ -145,6 +147,8 @@ def check_messages(messages: list[Message], *, continued: bool | None, generated
         raise ValueError("continue_final_message excludes add_generation_prompt")
     for position, message in enumerate(messages):
         content, role = message.get("content"), message["role"]
+        if message.get("function_call") is not None:
+            raise ValueError(f"messages[{position}].function_call is not supported; use tool_calls")
         if content is None and not message.get("tool_calls"):
             if role == "assistant" and "content" in message:
                 continue  # an assistant that said nothing: OpenAI's SDK sends content null

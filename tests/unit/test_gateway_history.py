@@ -69,3 +69,18 @@ def test_arguments_may_have_escapes_of_whole_characters():
 def test_no_arguments_are_an_empty_object(text):
     (message,) = templated(called(text))
     assert arguments_of(message) == {}
+
+
+def test_calls_of_the_old_kind_and_their_answers_are_refused_with_the_field():
+    """No template knows them; they were dropped."""
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    for message, param in (
+        (old, "messages[1].function_call"),
+        (old | {"content": "a"}, "messages[1].function_call"),
+        ({"role": "function", "name": "f", "content": "5"}, "messages[1].role"),
+    ):
+        with pytest.raises(InvalidRequest, match="tool") as caught:
+            templated(USER, message)
+        assert caught.value.param == param
+    (message,) = templated({"role": "assistant", "content": "a", "function_call": None})
+    assert message == {"role": "assistant", "content": "a"}

@@ -12,6 +12,10 @@ BOTH = {
     "allowed_token_ids": [10, 11],
     "bad_words": ["Hello"],
     "cache_salt": "x",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": "root ::= 'a'",
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
     "logprob_token_ids": [1],
     "prompt_logprobs": 0,  # asks for the tokens' own
     "repetition_detection": {"max_pattern_size": 3},
@@ -20,12 +24,21 @@ BOTH = {
     "truncate_prompt_tokens": 3,
     "use_beam_search": True,
 }
+CHATS = {
+    "audio": {"voice": "alloy", "format": "wav"},
+    "echo": True,
+    "function_call": {"name": "f"},
+    "functions": [{"name": "f"}],
+    "modalities": ["text", "audio"],
+}
 RENDERING = {"chat_template": "{{ 1 }}", "documents": [{"text": "a"}]}
 HARMLESS = {
     "bad_words": [], "logprob_token_ids": [], "use_beam_search": False, "return_tokens_as_token_ids": False,
     "thinking_token_budget": -1, "documents": [], "echo": False, "length_penalty": 1.0, "priority": 3,
     "spaces_between_special_tokens": True, "service_tier": "auto", "store": True, "metadata": {"a": "b"},
     "reasoning_effort": "low", "verbosity": "low", "frobnicate": [1], "parallel_tool_calls": None, "cache_salt": None,
+    "functions": [], "function_call": "auto", "modalities": ["text"], "audio": None,
+    "guided_json": None, "guided_choice": [],
     "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }  # fmt: skip
 
@@ -45,7 +58,7 @@ def tokenize(**fields) -> TokenizeBody:
 CASES = [
     *((make, name, value) for make in (chat, completion) for name, value in BOTH.items()),
     *((make, name, value) for make in (chat, tokenize) for name, value in RENDERING.items()),
-    (chat, "echo", True),
+    *((chat, name, value) for name, value in CHATS.items()),
     (completion, "prompt_embeds", "AAAA"),
 ]
 
@@ -66,6 +79,20 @@ def test_a_structural_tag_is_refused_wherever_it_stands(value):
         assert caught.value.param == "structured_outputs.structural_tag"
 
 
+@pytest.mark.parametrize("value", ["none", "auto"])
+def test_a_choice_among_no_functions_asks_for_nothing(value):
+    chat(function_call=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("guided_json", "structured_outputs"), ("functions", "tools"), ("function_call", "tool_choice")],
+)
+def test_the_refusal_of_an_old_field_names_the_new_one(name, instead):
+    with pytest.raises(InvalidRequest, match=instead):
+        chat(**{name: {"a": 1}})
+
+
 def test_defaults_and_what_clients_send_unasked_are_taken():
     chat(**HARMLESS)
     completion(**{key: value for key, value in HARMLESS.items() if key != "echo"})
@@ -77,5 +104,6 @@ def test_defaults_and_what_clients_send_unasked_are_taken():
 def test_the_documentation_does_not_offer_what_is_refused():
     for model in (ChatBody, CompletionBody, TokenizeBody):
         offered = model.model_json_schema()["properties"]
-        assert offered.keys().isdisjoint([*BOTH, *RENDERING, "prompt_embeds"])
+        assert offered.keys().isdisjoint([*BOTH, *(CHATS.keys() - {"echo"}), *RENDERING, "prompt_embeds"])
+    assert "function_call" not in str(ChatBody.model_json_schema())
     assert "echo" in CompletionBody.model_json_schema()["properties"]
