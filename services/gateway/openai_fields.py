@@ -87,6 +87,7 @@ class Message(_MessageBase, total=False):
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     content: str | Annotated[list[TextPart | RefusalPart], _ITEMS] | None
+    refusal: str | None  # an assistant's, in place of content as a rule
     name: str | None
     tool_calls: Annotated[list[ToolCall], _ITEMS] | None
     tool_call_id: str | None
@@ -149,14 +150,16 @@ def check_messages(messages: list[Message], *, continued: bool | None, generated
         content, role = message.get("content"), message["role"]
         if message.get("function_call") is not None:
             raise ValueError(f"messages[{position}].function_call is not supported; use tool_calls")
-        if content is None and not message.get("tool_calls"):
+        refuses = message.get("refusal") is not None
+        if content is None and not refuses and not message.get("tool_calls"):
             if role == "assistant" and "content" in message:
                 continue  # an assistant that said nothing: OpenAI's SDK sends content null
             raise ValueError(f"Missing required parameter: 'messages[{position}].content'")
-        if role != "assistant" and isinstance(content, list) and any("refusal" in part for part in content):
-            raise ValueError(
-                f"messages[{position}].content has a refusal, which only an assistant's content may have"
-            )
+        if role == "assistant":
+            continue
+        if refuses or (isinstance(content, list) and any("refusal" in part for part in content)):
+            field = f"messages[{position}].{'refusal' if refuses else 'content'}"
+            raise ValueError(f"{field} refuses, which only an assistant may do")
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -182,6 +185,8 @@ def _template_message(message: Message, position: int) -> dict[str, Any]:
         out["content"] = "\n".join(part["text"] if "text" in part else part["refusal"] for part in content)
     elif content is None:
         out["content"] = None if message.get("tool_calls") else ""
+    if refusal := out.pop("refusal", None):
+        out["content"] = f"{out['content']}\n{refusal}" if out["content"] else refusal
     calls = message.get("tool_calls")
     if calls:
         out["tool_calls"] = [

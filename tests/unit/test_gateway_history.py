@@ -84,3 +84,32 @@ def test_calls_of_the_old_kind_and_their_answers_are_refused_with_the_field():
         assert caught.value.param == param
     (message,) = templated({"role": "assistant", "content": "a", "function_call": None})
     assert message == {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}], ids=str)
+def test_what_an_assistant_refused_is_what_it_said(content):
+    (_, message) = templated(USER, {"role": "assistant", "refusal": "I will not.", **content})
+    assert message["content"] == "I will not."
+    assert "refusal" not in message
+
+
+def test_beside_content_a_refusal_of_none_is_nothing():
+    """OpenAI's client sends back all that it got."""
+    (message,) = templated({"role": "assistant", "content": "a", "refusal": None})
+    assert message == {"role": "assistant", "content": "a"}
+
+
+def test_beside_content_or_a_call_a_refusal_is_kept_with_it():
+    (message,) = templated({"role": "assistant", "content": "a", "refusal": "I will not."})
+    assert message["content"] == "a\nI will not.", "as parts of a content are joined"
+    (message,) = templated(called("{}") | {"refusal": "I will not."})
+    assert message["content"] == "I will not."
+
+
+def test_only_an_assistant_refuses():
+    with pytest.raises(InvalidRequest, match="only an assistant") as caught:
+        templated({"role": "user", "content": "a", "refusal": "I will not."})
+    assert caught.value.param == "messages[0].refusal"
+    with pytest.raises(InvalidRequest) as caught:
+        templated({"role": "assistant", "refusal": 5})
+    assert caught.value.param == "messages[0].refusal"
