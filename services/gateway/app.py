@@ -47,6 +47,7 @@ def create_app(gateway: Gateway) -> Front:
         docs_url="/docs",
         redoc_url=None,
         openapi_url="/openapi.json",
+        redirect_slashes=False,  # it would send clients, and what they send, to the host that the request names
         exception_handlers={HTTPException: http_exception},
     )
     app.state.gateway = gateway

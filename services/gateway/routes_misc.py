@@ -73,7 +73,9 @@ async def models(gateway: Here) -> Response:
 
 @router.get("/v1/models/{model:path}", summary="One model.")
 async def model(model: str, gateway: Here) -> Response:
-    """OpenAI's model object. Raises: ModelNotFound."""
+    """OpenAI's model object; behind a slash alone its list. Raises: ModelNotFound."""
+    if not model:
+        return await models(gateway)
     if model != gateway.settings.model_name:
         raise ModelNotFound(f"The model `{model}` does not exist.", param="model")
     return _json(_card(gateway))

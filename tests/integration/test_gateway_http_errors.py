@@ -131,6 +131,15 @@ async def test_unknown_routes_methods_and_content_types(rig):
     check(await rig.client.get("/v1/models", headers={"x-long": "a" * 20_000}), 431)
 
 
+async def test_a_slash_at_the_end_sends_nobody_to_the_host_that_the_request_named(rig):
+    for method, path in (("POST", CHAT + "/"), ("POST", "/v1/completions/"), ("GET", "/health/")):
+        reply = await rig.client.request(method, path, json=chat(), headers={"host": "elsewhere.example"})
+        assert check(reply, 404)["code"] == "unknown_url"
+        assert "location" not in reply.headers
+    listed = await rig.client.get("/v1/models/")
+    assert listed.json() == (await rig.client.get("/v1/models")).json()
+
+
 async def test_keys_guard_everything_but_health(model_dir):
     async with running(model_dir, api_keys=["secret", "other:acme"]) as rig:
         rig.say("a")
