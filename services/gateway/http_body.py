@@ -31,7 +31,7 @@ def is_on(value: bytes | None) -> bool:
 
 
 def check_headers(scope: Scope, max_bytes: int) -> None:
-    """Raises: BodyTooLarge by the announced length; InvalidRequest on another content type."""
+    """Raises: BodyTooLarge by the announced length; InvalidRequest on another content type. An empty one is none."""
     for key, value in scope["headers"]:
         if key == b"content-length":
             if not value.isdigit():
@@ -44,9 +44,9 @@ def check_headers(scope: Scope, max_bytes: int) -> None:
                     f"The request body has {int(digits)} bytes; at most {max_bytes} are allowed."
                 )
         elif key == b"content-type":
-            if not value.lower().startswith(b"application/json"):
+            if value.partition(b";")[0].strip().lower() not in (b"", b"application/json"):
                 raise InvalidRequest("The content-type must be application/json.")
-        elif key == b"content-encoding" and value.lower() != b"identity":
+        elif key == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise InvalidRequest("Compressed request bodies are not supported.")
 
 

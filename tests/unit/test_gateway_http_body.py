@@ -26,3 +26,32 @@ def test_a_length_beyond_the_limit_is_too_large_however_many_digits_it_has(lengt
 def test_a_length_that_is_no_number_is_invalid(length):
     with pytest.raises(InvalidRequest):
         check_headers(announced(length), 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (b"content-type", value)
+            for value in (b"", b" ", b"application/json", b"Application/JSON ; charset=utf-8")
+        ),
+        *((b"content-encoding", value) for value in (b"", b" ", b"identity", b" Identity ")),
+    ],
+)
+def test_an_empty_header_is_none_and_one_that_says_the_usual_is_taken(name, value):
+    check_headers({"headers": [(name, value)]}, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (b"content-type", value)
+            for value in (b"application/jsonlines", b"application/json-patch+json", b"text/plain")
+        ),
+        *((b"content-encoding", value) for value in (b"gzip", b"identity, gzip")),
+    ],
+)
+def test_another_type_or_encoding_is_refused(name, value):
+    with pytest.raises(InvalidRequest):
+        check_headers({"headers": [(name, value)]}, 100)
