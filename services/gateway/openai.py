@@ -77,7 +77,7 @@ class SamplingBody(RefusedFields):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
+    user: str | None = None
     return_token_ids: bool | None = None
     quire_receipt: bool | None = None
 

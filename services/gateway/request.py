@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ from shared.observe.trace import start_span
 from shared.wire.requests import MAX_SCORES, SamplingSpec, num_scores
 
 SEED_BITS = 63
+MAX_SESSION_CHARS = 512  # longer ones go as their digests
 MAX_SUM = 4 * MAX_SCORES  # over all prompts, each rendered when it is complete: some 25 MB of JSON
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 MAX_TOTAL_CHOICES = 2_048  # prompts times n
@@ -150,7 +152,7 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         await find_hits(gateway, prompt.packed, incoming.tenant, incoming.span, incoming.request_id)
         for prompt in prompts
     ]
-    session = _session(incoming)
+    session = session_of(incoming.scope, body.user)
     answer = _make_answer(incoming, kind)
     calls = []
     num_choices = body.num_choices
@@ -206,10 +208,11 @@ def check_prompt_ids(prompts: list[Prompt], num_choices: int) -> None:
         )
 
 
-def _session(incoming: Incoming) -> str:
-    """The header x-quire-session, else the body's `user`: the `session` policy sticks to it."""
-    value = header(incoming.scope, b"x-quire-session")
-    return value.decode("latin-1") if value else incoming.body.user or ""
+def session_of(scope: Scope, user: str | None) -> str:
+    """The header x-quire-session, else the body's `user`: the `session` policy sticks to it. Bounded in length."""
+    value = header(scope, b"x-quire-session")
+    name = value.decode("latin-1") if value else user or ""
+    return name if len(name) <= MAX_SESSION_CHARS else sha256(name.encode()).hexdigest()
 
 
 def _make_answer(incoming: Incoming, kind: str) -> StreamAnswer | WholeAnswer:

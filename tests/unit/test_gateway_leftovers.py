@@ -1,4 +1,4 @@
-"""Limits that name themselves, cut and nameless tool calls, usage after a loss, and readers that do not read."""
+"""Limits that name themselves, cut and nameless tool calls, usage after a loss, readers that do not read, sessions."""
 
 import itertools
 import json
@@ -11,6 +11,8 @@ from services.gateway.core.request_actions import SendPlace
 from services.gateway.core.request_flow import Complete, Fail, Limits, RequestFlow
 from services.gateway.core.tools import TextDelta, ToolPlan, make_parser, read_whole
 from services.gateway.messages import place_message
+from services.gateway.openai import CompletionBody, parse_body
+from services.gateway.request import session_of
 from services.gateway.unread import Unread, num_unsent
 from shared.ids import RequestId
 from shared.kv.block_hash import pack_tokens
@@ -177,3 +179,32 @@ def test_an_answer_that_is_being_written_is_bounded_by_its_bytes_not_here():
     assert [unread.look([one], now_s) for now_s in (0, 20, 40)] == [[], [], []]
     one.is_answering = False
     assert [unread.look([one], now_s) for now_s in (41, 50, 51)] == [[], [], [one]]
+
+
+# -- sessions ---------------------------------------------------------------------------------------------
+
+
+def session(user=None, header=None):
+    headers = [] if header is None else [(b"x-quire-session", header)]
+    fields = {"model": "m", "prompt": "a", "user": user}
+    body = parse_body(CompletionBody, json.dumps(fields).encode())
+    return session_of({"headers": headers}, body.user)
+
+
+def test_a_users_name_is_the_session_unless_the_header_names_one():
+    assert session() == ""
+    assert session("u1") == session("u2", b"u1") == "u1"
+    assert session("u" * 512) == "u" * 512
+
+
+@pytest.mark.parametrize("more", ["x", "x" * 1_000_000, "\u00e9"])
+def test_a_long_name_is_a_session_of_its_own_and_of_bounded_length(more):
+    long = "u" * 512
+    found = session(long + more)
+    assert found == session(long + more)
+    assert len({found, session(long), session(long + more + "y"), session("u")}) == 4
+    assert len(found) <= 512
+
+
+def test_a_long_session_of_the_header_is_bounded_too():
+    assert len(session(header=b"\xff" * 10_000)) <= 512
