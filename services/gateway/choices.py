@@ -32,10 +32,11 @@ class ChoiceSpec(Struct, frozen=True):
     num_top_logprobs: int | None = None  # None: no log probabilities at all
     tool_plan: ToolPlan | None = None  # None: output is never read as tool calls
     return_token_ids: bool = False  # the prompt's too
+    stop_token_ids: frozenset[int] = frozenset()  # that the request names
 
 
 class Choice:
-    """feed() every chunk; `finish_reason` is set with the last one that counts.
+    """feed() every chunk; `finish_reason` is set with the last one that counts, and `stop_reason` if one was asked for.
 
     Args:
         index: in the response, over all prompts.
@@ -47,6 +48,7 @@ class Choice:
     __slots__ = (
         "_decode", "_decode_rest", "_echo", "_ids", "_legacy_logprobs", "_new_id", "_owes_prompt", "_parser",
         "_prompt_ids", "_rows", "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
+        "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +75,7 @@ class Choice:
         spec, text = self._spec, self._text
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # the stop string or the named token
         self._owes_prompt = spec.return_token_ids
         detokenizer = self._detokenizer()
         self._decode, self._decode_rest = detokenizer.feed, detokenizer.flush
@@ -110,8 +113,16 @@ class Choice:
         if chunk.finish_reason is None and len(ids) == 1:  # nearly every chunk
             return self._decode(ids[0])
         out = "".join([self._decode(each) for each in self._shown(chunk)])
+        if chunk.finish_reason is None:
+            return out
+        self._end(chunk)
+        return out + self._decode_rest()
+
+    def _end(self, chunk: TokenChunk) -> None:
+        """The engine ended the choice, with this chunk."""
         self.finish_reason = chunk.finish_reason
-        return out if chunk.finish_reason is None else out + self._decode_rest()
+        if chunk.stop_token_id in self._spec.stop_token_ids:
+            self.stop_reason = chunk.stop_token_id
 
     def _shown(self, chunk: TokenChunk) -> list[int]:
         """The chunk's tokens but for the one that ended the choice."""
@@ -134,10 +145,10 @@ class Choice:
                 armed = self.num_tokens > self._spec.min_tokens
                 out += stop.feed(self._decode(token_id), armed=armed)
             if stop.found is not None:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_reason = "stop", stop.found
                 return out
         if chunk.finish_reason is not None:
-            self.finish_reason = chunk.finish_reason
+            self._end(chunk)
             out += stop.feed(self._decode_rest(), armed=False) + stop.flush()
         return out
 

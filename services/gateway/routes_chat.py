@@ -44,6 +44,7 @@ class ChatEndpoint:
                 skip_special_tokens=not body.keeps_special_tokens,
                 num_top_logprobs=body.num_logprobs,
                 return_token_ids=bool(body.return_token_ids),
+                stop_token_ids=frozenset(body.stop_token_ids or ()),
                 tool_plan=plan,
             )
             return await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])

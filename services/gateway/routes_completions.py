@@ -44,6 +44,7 @@ class CompletionEndpoint:
                 skip_special_tokens=not body.keeps_special_tokens,
                 num_top_logprobs=body.num_logprobs,
                 return_token_ids=bool(body.return_token_ids),
+                stop_token_ids=frozenset(body.stop_token_ids or ()),
             )
             return await begin(incoming, "text", spec, prompts)
 

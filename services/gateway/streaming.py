@@ -38,9 +38,14 @@ def _plain_choice(is_chat: bool, index: int) -> tuple[bytes, bytes]:
     return head, tail
 
 
+def _stopped_choice(is_chat: bool, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
+    choice = _choice(is_chat, index, {} if is_chat else "", None, finish_reason)
+    return _encode(choice | {"stop_reason": stop_reason})
+
+
 @lru_cache(maxsize=4_096)
 def _last_choice(is_chat: bool, index: int, finish_reason: str) -> bytes:
-    return _encode(_choice(is_chat, index, {} if is_chat else "", None, finish_reason))
+    return _stopped_choice(is_chat, index, finish_reason, None)
 
 
 @lru_cache(maxsize=4_096)
@@ -91,9 +96,11 @@ class EventShape:
         told = b'],"prompt_token_ids":' + _encode(prompt_ids)
         return self._head + _role_choice(index) + told + self._tail[1:]
 
-    def last(self, index: int, finish_reason: str) -> bytes:
-        """The event that ends a choice."""
-        return self._head + _last_choice(self.is_chat, index, finish_reason) + self._tail
+    def last(self, index: int, finish_reason: str, stop_reason: str | int | None = None) -> bytes:
+        """The event that ends a choice. `stop_reason`: the stop string or token that was asked to."""
+        if stop_reason is None:
+            return self._head + _last_choice(self.is_chat, index, finish_reason) + self._tail
+        return self._head + _stopped_choice(self.is_chat, index, finish_reason, stop_reason) + self._tail
 
     def event(
         self,
@@ -310,4 +317,4 @@ class StreamSink:
 
     def _finish(self, choice: Choice) -> bytes:
         assert choice.finish_reason is not None, "the choice has ended"
-        return self._shape.last(choice.index, choice.finish_reason)
+        return self._shape.last(choice.index, choice.finish_reason, choice.stop_reason)

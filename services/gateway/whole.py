@@ -69,6 +69,7 @@ class WholeAnswer(Answer):
             out["text"] = (echo or "") + choice.text()
         out["logprobs"] = choice.take_logprobs()
         out["finish_reason"] = choice.finish_reason
+        out["stop_reason"] = choice.stop_reason
         ids = choice.take_token_ids()
         if ids is not None:
             out["token_ids"] = ids

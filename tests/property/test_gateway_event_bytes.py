@@ -37,14 +37,21 @@ shapes = st.tuples(
 )
 
 
-@given(shapes, index, text, st.sampled_from(["stop", "length", "tool_calls"]))
-def test_plain_role_and_last_events_are_the_whole_object(shape_of, number, piece, reason):
+@given(
+    shapes,
+    index,
+    text,
+    st.sampled_from(["stop", "length", "tool_calls"]),
+    st.sampled_from([None, 0, 5, "0", "", "a\n"]),
+)
+def test_plain_role_and_last_events_are_the_whole_object(shape_of, number, piece, reason, stop):
     kind, shape = shape_of[0], EventShape(*shape_of)
     head, tail = shape.halves(number)
     delta = {"content": piece} if kind == "chat" else piece
     assert head + msgspec.json.encode(piece) + tail == expected(shape_of, [choice(kind, number, delta)])
     empty = {} if kind == "chat" else ""
-    assert shape.last(number, reason) == expected(shape_of, [choice(kind, number, empty, None, reason)])
+    last = choice(kind, number, empty, None, reason, stop_reason=stop)
+    assert shape.last(number, reason, stop) == expected(shape_of, [last])
     if kind == "chat":
         role = {"role": "assistant", "content": ""}
         assert shape.role(number) == expected(shape_of, [choice(kind, number, role)])

@@ -24,7 +24,7 @@ MS = 1_000_000
 class Text:
     """A choice of which every token is a letter; those that are `held` stay here until the end."""
 
-    is_plain, held = True, 0
+    is_plain, held, stop_reason = True, 0, None
 
     def __init__(self, index: int = 0, held: int = 0) -> None:
         self.index, self.held = index, held
