@@ -84,6 +84,11 @@ def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
         key, _, tenant = entry.partition(":")
         if not key:
             raise SettingsError("setting gateway.api_keys: an entry is empty; want key or key:tenant")
+        if key[0] in '["':
+            raise SettingsError(
+                "setting gateway.api_keys: an entry begins as JSON does; want keys with commas between them, without "
+                "brackets and quotes"
+            )
         pairs.append((key, tenant))
     if api_keys_file:
         pairs += parse_keys_file(Path(api_keys_file).read_text(), api_keys_file)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.gateway.auth import load_keys
 from services.gateway.origins import check_origins
 from shared import settings
 from shared.cpus import usable_cpus
@@ -89,6 +90,7 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 def _check(found: GatewaySettings) -> None:
     split_listen(found.listen)
+    load_keys(found.api_keys, "")  # here: processes that fail at it would be started again and again
     check_origins(found.allowed_origins)
     settings.check_share("gateway", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway import config
 from services.gateway.auth import KeyRing, load_keys, load_weights, parse_keys_file
 from services.gateway.core.admission import Admission, Admitted, Shed
 from shared.errors import SettingsError, Unauthorized
@@ -59,6 +60,14 @@ def test_keys_name_tenants_and_unknown_keys_are_refused():
     for wrong in (None, b"", b"Bearer k3", b"Basic k1", b"Bearer ", b"k1", b"Bearer k1 x", b"Bearer \xff"):
         with pytest.raises(Unauthorized):
             ring.tenant_of(wrong)
+
+
+@pytest.mark.parametrize("text", ['["sk-a:ta"]', '["sk-a", "sk-b"]', '"sk-a"', 'sk-b,"sk-a"'])
+def test_keys_that_are_given_as_json_are_refused_at_start_and_not_repeated(text):
+    """They would be keys with brackets and quotes, which nobody sends."""
+    with pytest.raises(SettingsError, match=r"gateway\.api_keys.*without brackets and quotes") as caught:
+        config.load(["--api-keys", text])
+    assert "sk-" not in caught.value.message
 
 
 def test_without_keys_everybody_may_enter():
