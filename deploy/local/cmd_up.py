@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from deploy.local import config, config_digest, plan, run_supervisor
 from deploy.local.addresses import served_at
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.control import ControlClient
 from deploy.local.interrupts import Interrupts
 from deploy.local.launch import errors, tail
@@ -36,7 +37,7 @@ WEAVES = {"auto": ("auto", "auto"), "off": ("off", "off"), "fuse": ("fuse", "fus
 class Wanted:
     """What was asked for."""
 
-    settings: config.ClusterSettings
+    settings: ClusterSettings
     paths: config.Paths
     command: str  # `quire`, as later commands find this cluster
 
@@ -123,7 +124,7 @@ def _weaves(wanted: str) -> dict[str, str]:
     return {"prefill_weave": prefill, "decode_weave": decode}
 
 
-def _command(found: config.ClusterSettings, later: Mapping[str, str]) -> str:
+def _command(found: ClusterSettings, later: Mapping[str, str]) -> str:
     """`quire`, before it the variable that leads to a home which only this command was told of."""
 
     def is_found(**more: str) -> bool:
@@ -138,7 +139,7 @@ def _command(found: config.ClusterSettings, later: Mapping[str, str]) -> str:
     return f"{name}={shlex.quote(found.home)} {program()}"
 
 
-def _prepared(found: config.ClusterSettings) -> run_supervisor.Start:
+def _prepared(found: ClusterSettings) -> run_supervisor.Start:
     start = run_supervisor.Start(
         settings=found, model=plan.find_model(found), services=config_digest.digests()
     )

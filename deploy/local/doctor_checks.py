@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from deploy.local import addresses, host_memory, plan, run_supervisor, services_table
-from deploy.local.config import CA_FILES, DEMO_MODEL, ClusterSettings, paths_of
+from deploy.local.cluster_settings import ClusterSettings
+from deploy.local.config import CA_FILES, DEMO_MODEL, paths_of
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
 from shared.errors import SettingsError

@@ -8,7 +8,7 @@ hosts"): without it every hand-off and fetch between them is a miss, and the pro
 import os
 
 from deploy.local import config
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import ClusterSettings
 
 DEFAULT_BYTES = 1 << 30  # the mempool's own capacity
 # Between machines: a prompt's blocks have to fit, or it is a miss. 65,000 tokens of an 8B model (128 KiB each).

@@ -14,9 +14,9 @@ import msgspec
 
 from deploy.local import host_memory
 from deploy.local.addresses import LOOPBACK, parse_join
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.config import (
     DEMO_MODEL,
-    ClusterSettings,
     Paths,
     expanded,
     use_system_certificates,

@@ -16,6 +16,7 @@ from typing import IO, Any
 import msgspec
 
 from deploy.local import addresses, config, host_memory, plan, services_table
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.services_table import Plan, Service
 from deploy.local.supervisor import Supervisor
@@ -29,7 +30,7 @@ PORT_WAIT_S = 1.0
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """run/settings.json: what the supervisor is to run."""
 
-    settings: config.ClusterSettings
+    settings: ClusterSettings
     model: plan.Model
     services: dict[str, str] = {}  # config_digest.digests(): the services read their settings themselves
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from deploy.local import config, doctor_checks, placement_file
 from deploy.local.cli import app
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.doctor_checks import Verdict
 from shared.errors import SettingsError
 from tests.support.local_cluster import free_base_port

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deploy.local import doctor_checks, plan
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.doctor_checks import Verdict
 from deploy.local.ports import busy_ports, refused_listens
 from tests.support.local_cluster import free_base_port

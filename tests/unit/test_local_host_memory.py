@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from deploy.local import cmd_up, config, doctor_checks, plan, run_supervisor
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import ClusterSettings, check
 from deploy.local.doctor_checks import Verdict
 from deploy.local.services_table import build
 from shared.errors import SettingsError
@@ -114,6 +114,6 @@ def test_up_prints_it_below_what_it_starts(capsys, monkeypatch):
 
 
 def test_a_negative_size_is_refused_and_not_said_is_allowed():
-    assert config.check(settings()).dram_bytes is None
+    assert check(settings()).dram_bytes is None
     with pytest.raises(SettingsError, match=r"cluster\.dram_bytes"):
-        config.check(msgspec.structs.replace(settings(), dram_bytes=-1))
+        check(msgspec.structs.replace(settings(), dram_bytes=-1))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy.local import config, plan, run_supervisor, terminal
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import ClusterSettings
 from services.coordinator import config as coordinator
 from services.gateway import config as gateway
 from services.mempool import config as mempool

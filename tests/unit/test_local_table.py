@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from deploy.local import config, plan
-from deploy.local.config import ClusterSettings
+from deploy.local.cluster_settings import MAX_WORKERS_PER_ROLE, ClusterSettings, check
 from deploy.local.services_table import ROWS, ZYGOTE, Plan, Ports, Worker, build, managed_keys
 from deploy.local.supervision import start_order
 from shared.errors import SettingsError
@@ -79,9 +79,7 @@ def test_a_machine_that_joins_knows_the_others_standby():
 
 
 def test_no_two_services_listen_on_the_same_port():
-    workers = tuple(
-        Worker(role, i) for role in ("prefill", "decode") for i in range(config.MAX_WORKERS_PER_ROLE)
-    )
+    workers = tuple(Worker(role, i) for role in ("prefill", "decode") for i in range(MAX_WORKERS_PER_ROLE))
     listens = [port for s in build(a_plan(workers=workers)) for _, port in s.listens]
     assert len(listens) == len(set(listens))
     assert max(listens) < 8160
@@ -308,7 +306,7 @@ def test_a_machine_that_joins_has_workers_a_mempool_and_no_control_plane():
     found = settings(
         address="10.0.0.6", join="10.0.0.5:8100", num_prefill=0, engine="mock", topology="disaggregated"
     )
-    config.check(found)
+    check(found)
     made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
     services = of_name(build(made))
     assert set(services) == {"keeper", "mempool", "decode-0-10-0-0-6"}
@@ -385,4 +383,4 @@ def test_of_somebody_elses_redis_durability_is_demanded_only_where_it_was_asked_
 )
 def test_addresses_that_cannot_work_are_refused(wrong):
     with pytest.raises(SettingsError):
-        config.check(settings(**wrong))
+        check(settings(**wrong))
