@@ -14,7 +14,7 @@ from deploy.local.control import ControlClient
 from deploy.local.terminal import connect, fail, out
 from shared.errors import PeerGone
 
-PATIENCE_S = 20.0
+PATIENCE_S = 20.0  # beyond what the supervisor says that a stop may take
 END_WAIT_S = 5.0
 # for a start that cannot be asked to stop yet: `quire up` looks at the GPUs, then its supervisor does
 UNDER_WAY_WAIT_S = 2 * plan.NVIDIA_SMI_TIMEOUT_S + 20.0
@@ -24,8 +24,13 @@ POLL_S = 0.05
 
 def down(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing when nothing runs.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="End at once, with answers that are under way.")] = False,
 ) -> None:
     """Stop every service of this machine's cluster, gateway first. Nothing running is no error.
+
+    Answers under way may finish, for as long as gateway.drain_deadline_ms says (30 s); then they end with an error.
+
+    Ctrl-C, or another `quire down`, ends them at once.
 
     Exit code 1: a `quire up` has begun that cannot be stopped yet.
     """
@@ -36,7 +41,7 @@ def down(
         return
     began = time.monotonic()
     with client, contextlib.suppress(ProcessLookupError):  # it ends by itself, too, as where two say `down`
-        _end(client)
+        _end(client, is_now=now)
     out.print(f"stopped in {time.monotonic() - began:.1f} s")
 
 
@@ -58,7 +63,7 @@ def _connected() -> ControlClient | None:
         time.sleep(POLL_S)
 
 
-def _end(client: ControlClient) -> None:
+def _end(client: ControlClient, *, is_now: bool) -> None:
     """Until the process is really gone, so that the next `quire up` finds the place free.
 
     Raises: ProcessLookupError: it is gone already.
@@ -67,7 +72,11 @@ def _end(client: ControlClient) -> None:
     pidfd = os.pidfd_open(pid)  # a number may be another process's by the time it is killed
     try:
         try:
-            _stop(client)
+            try:
+                _stop(client, is_now=is_now)
+            except KeyboardInterrupt:
+                out.print("ending what is under way")
+                _stop_now()
         except (TimeoutError, PeerGone):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             out.print(f"the supervisor (pid {pid}) does not answer: killed, and its services with it")
@@ -76,11 +85,22 @@ def _end(client: ControlClient) -> None:
         os.close(pidfd)
 
 
-def _stop(client: ControlClient) -> None:
-    client.call(op="stop")
-    end = time.monotonic() + PATIENCE_S
-    for event in client.events(timeout_s=PATIENCE_S):
-        if event["event"] in ("start_timeout", "unresponsive"):
+def _stop_now() -> None:
+    """By a connection of its own: what came by the first one may have been cut inside a line."""
+    try:
+        client = connect()
+    except PeerGone:
+        return  # it has ended meanwhile
+    with client:
+        _stop(client, is_now=True)
+
+
+def _stop(client: ControlClient, *, is_now: bool) -> None:
+    answer = client.call(op="stop", now=is_now)
+    patience_s = PATIENCE_S + answer.get("longest_stop_s", 0.0)
+    end = time.monotonic() + patience_s
+    for event in client.events(timeout_s=patience_s):
+        if event["event"] in ("start_timeout", "unresponsive", "waiting"):
             out.print(f"{event['name']}: {event['text']}")
         if time.monotonic() > end:
             raise TimeoutError

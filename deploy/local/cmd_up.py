@@ -25,7 +25,7 @@ from deploy.local.terminal import fail, out, program, shorten, show_log_tail
 from shared.errors import PeerGone, SettingsError
 
 SUPERVISOR_START_S = plan.NVIDIA_SMI_TIMEOUT_S + 20.0  # it looks at the GPUs before it answers
-STOP_WAIT_S = 15.0
+STOP_WAIT_S = 15.0  # beyond what is under way
 POLL_S = 0.05
 ANOTHER_BEGAN = "another `quire up` has begun: waiting for it"
 STILL_STOPPING = "the last cluster is still stopping: waiting for that"
@@ -261,13 +261,18 @@ def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]", interrupts: Int
 
 
 def _end(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
-    """It stops its services in order; before it answers it has none."""
-    supervisor.terminate()
-    try:
-        supervisor.wait(STOP_WAIT_S)
-    except subprocess.TimeoutExpired:
-        pid = supervisor.pid
-        out.print(f"the supervisor (pid {pid}) has not ended; try `{wanted.command} down`")
+    """It stops its services in order; before it answers it has none. Another Ctrl-C: at once."""
+    for _ in range(2):
+        supervisor.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            supervisor.wait(_stop_wait_s())
+            return
+    out.print(f"the supervisor (pid {supervisor.pid}) has not ended; try `{wanted.command} down`")
+
+
+def _stop_wait_s() -> float:
+    """What this command has started was told the same settings."""
+    return STOP_WAIT_S + sum(config.drains_ms().values()) / 1000
 
 
 def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> ControlClient:
@@ -313,7 +318,7 @@ def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
         return
     if last.get("event") == "give_up":
         show_log_tail(last)
-        for _ in _until(client, time.monotonic() + STOP_WAIT_S):
+        for _ in _until(client, time.monotonic() + _stop_wait_s()):
             pass
         fail(f"{last['name']} {last['text']}; `quire doctor` looks for the usual causes")
     if time.monotonic() < end:
@@ -337,8 +342,9 @@ def _stop(wanted: Wanted) -> None:
     try:
         with ControlClient(wanted.paths.control, home=wanted.paths.home) as client:
             client.call(op="stop")
-            for _ in client.events(timeout_s=STOP_WAIT_S):
-                pass
+            for event in client.events(timeout_s=_stop_wait_s()):
+                if event["event"] == "waiting":
+                    out.print(f"{event['name']}: {event['text']}")
     except (PeerGone, TimeoutError) as error:
         out.print(f"the supervisor did not answer the stop: {error}; try `{wanted.command} down`")
 

@@ -214,6 +214,11 @@ def kv_layout(environ: Mapping[str, str] | None = None) -> str:
     return str(settings_of("worker", environ)["kv_layout"])
 
 
+def drains_ms(environ: Mapping[str, str] | None = None) -> dict[str, int]:
+    """How long what is under way at a service that is told to end may take, by section. Raises: SettingsError."""
+    return {name: int(str(settings_of(name, environ)["drain_deadline_ms"])) for name in ("gateway", "worker")}
+
+
 def gateway_wants_keys(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the gateway's own settings have keys; cluster.api_keys are others. Raises: SettingsError."""
     own = settings_of("gateway", environ)

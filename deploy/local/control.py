@@ -1,7 +1,8 @@
 """The supervisor's control socket: unix stream, 0600, one JSON object per line each way.
 
 {"op":"status"}; {"op":"watch"}: status, then every notice as it happens; {"op":"stop"}: answered at once, the
-connection closes when everything is down; {"op":"kill","name":N,"signal":S}; {"op":"restart","name":N}.
+connection closes when everything is down; with "now":true, or asked again, it waits for nothing that is under way;
+{"op":"kill","name":N,"signal":S}; {"op":"restart","name":N}.
 An answer that refuses has the key "error".
 """
 

@@ -18,6 +18,7 @@ from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.config import (
     DEMO_MODEL,
     Paths,
+    drains_ms,
     expanded,
     use_system_certificates,
     visible_gpus,
@@ -346,6 +347,7 @@ def make_plan(found: ClusterSettings, paths: Paths, model: Model) -> Plan:
         ready_timeout_ms=1000 * found.ready_timeout_s,
         memory_market=found.memory_market,
         standby=found.standby,
+        drains_ms=drains_ms(),
     )
 
 

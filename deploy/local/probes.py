@@ -1,13 +1,16 @@
-"""Health probes: one HTTP GET, one PING of Redis or one question to the keeper, with a deadline. No client library."""
+"""Probes: one HTTP GET, one PING of Redis or one question to the keeper, with a deadline. No client library."""
 
 import asyncio
 import contextlib
+import json
+from collections.abc import Awaitable, Callable
 
 from deploy.local.supervision import Health
 from shared.transport.unix_framing import pack_message
 from shared.wire import keeper as wire
 
 MAX_HEAD_BYTES = 16 << 10
+MAX_ANSWER_BYTES = 64 << 10
 MAX_SAID_CHARS = 100
 
 
@@ -17,6 +20,17 @@ async def probe_http(host: str, port: int, path: str, *, timeout_s: float) -> He
     if status is None:
         return Health.SILENT
     return Health.OK if status == 200 else Health.NOT_READY
+
+
+async def in_flight(host: str, port: int, path: str, *, timeout_s: float) -> int:
+    """What is under way at a service that was told to end, by its own answer; 0 where it gives none."""
+    answer = await _answer(host, port, _get(host, port, path), _whole, timeout_s=timeout_s)
+    try:
+        found = json.loads(answer.partition(b"\r\n\r\n")[2])
+    except (ValueError, RecursionError):
+        return 0
+    count = found.get("in_flight") if isinstance(found, dict) else 0
+    return count if isinstance(count, int) else 0
 
 
 async def probe_redis(host: str, port: int, *, timeout_s: float) -> tuple[Health, str]:
@@ -49,22 +63,44 @@ async def probe_keeper(path: str, *, timeout_s: float) -> Health:
 
 
 async def _http_status(host: str, port: int, path: str, *, timeout_s: float) -> int | None:
-    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
-    words = (await _first_line(host, port, request.encode(), timeout_s=timeout_s)).split()
+    words = (await _first_line(host, port, _get(host, port, path), timeout_s=timeout_s)).split()
     try:
         return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else None
     except ValueError:
         return None
 
 
+def _get(host: str, port: int, path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+
+
 async def _first_line(host: str, port: int, request: bytes, *, timeout_s: float) -> bytes:
     """Of the answer; b"" when there is none in time."""
+    return await _answer(host, port, request, asyncio.StreamReader.readline, timeout_s=timeout_s)
+
+
+async def _whole(reader: asyncio.StreamReader) -> bytes:
+    found = b""
+    while len(found) < MAX_ANSWER_BYTES and (piece := await reader.read(MAX_ANSWER_BYTES)):
+        found += piece
+    return found
+
+
+async def _answer(
+    host: str,
+    port: int,
+    request: bytes,
+    take: Callable[[asyncio.StreamReader], Awaitable[bytes]],
+    *,
+    timeout_s: float,
+) -> bytes:
+    """What `take` makes of the answer; b"" when it does not in time."""
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD_BYTES)
             writer.write(request)
-            return await reader.readline()
+            return await take(reader)
     except (OSError, TimeoutError, ValueError):
         return b""
     finally:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from deploy.local.addresses import LOOPBACK, Joined, in_url, reachable
 from deploy.local.port_table import Ports
-from deploy.local.supervision import Spec
+from deploy.local.service_order import Spec
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -32,7 +32,9 @@ class Row:
     cpus: float
     restart: Literal["always"] = "always"
     start_timeout_ms: int = 60_000
-    stop_grace_ms: int = 2_000
+    stop_grace_ms: int = (
+        2_000  # behind its drain_deadline_ms, where something is under way; else from the signal on
+    )
 
 
 ROWS: dict[str, Row] = {
@@ -85,7 +87,7 @@ ROWS: dict[str, Row] = {
         512 * MIB,
         1.0,
         start_timeout_ms=300_000,  # ready only once a worker is
-        stop_grace_ms=3_000,
+        stop_grace_ms=5_000,
     ),
 }
 ZYGOTE = "engine-zygote"
@@ -118,6 +120,8 @@ class Service:
     launcher: Launcher = "exec"
     start_timeout_ms: int = 60_000
     stop_grace_ms: int = 2_000
+    drain_ms: int = 0  # before it, by the service's own setting
+    served_by: tuple[str, ...] = ()  # stopped only behind it
 
     @property
     def spec(self) -> Spec:
@@ -128,6 +132,8 @@ class Service:
             needs_live=(ZYGOTE,) if self.launcher == "zygote" else (),
             start_timeout_ms=self.start_timeout_ms,
             stop_grace_ms=self.stop_grace_ms,
+            drain_ms=self.drain_ms,
+            served_by=self.served_by,
         )
 
 
@@ -170,6 +176,9 @@ class Plan:
     ready_timeout_ms: int = 0  # for how long `quire up` waits: an engine may take as long
     memory_market: bool = False  # whether the mempool reports to the coordinator, and lends by itself
     standby: bool = False  # whether a second coordinator waits for the first one's lease to lapse
+    drains_ms: Mapping[str, int] = field(
+        default_factory=dict
+    )  # drain_deadline_ms, by section of the settings
 
 
 def build(plan: Plan) -> list[Service]:
@@ -240,6 +249,7 @@ def _service(
         launcher=launcher,
         start_timeout_ms=_start_timeout_ms(plan, row, kind.start_timeout_ms),
         stop_grace_ms=kind.stop_grace_ms,
+        drain_ms=plan.drains_ms.get(kind.section, 0),
     )
 
 
@@ -358,7 +368,8 @@ def _gateway(plan: Plan) -> Service:
     )
     probe = Probe("http", host=reachable(plan.host), port=port)
     service = _service(plan, "gateway", "gateway-0", flags, probe=probe, listens=())
-    return replace(service, name="gateway", listens=((plan.host, port),))
+    workers = tuple(worker.name for worker in plan.workers)
+    return replace(service, name="gateway", listens=((plan.host, port),), served_by=workers)
 
 
 def managed_keys(services: Sequence[Service]) -> dict[str, set[str]]:

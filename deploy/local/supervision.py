@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from deploy.local.service_order import Spec, held_by, longest_stop_ms, start_order
+
 SIGTERM = 15
 SIGKILL = 9
 USAGE_EXIT_CODE = 2  # a service that refuses its settings: starting it again cannot help
@@ -48,19 +50,7 @@ class Rules:
     max_start_failures: int = 3  # of one service, before the whole cluster was ready once
     crash_loop_failures: int = 5  # consecutive ones, after that
     silent_ms: int = 30_000  # a ready service that answers no probe for this long is killed
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One service as the rules see it. `depends_on` gates its first start, `needs_live` every start: those must answer
-    at that moment, and their end is its end.
-    """
-
-    name: str
-    depends_on: tuple[str, ...] = ()
-    needs_live: tuple[str, ...] = ()
-    start_timeout_ms: int = 60_000
-    stop_grace_ms: int = 2_000
+    busy_silent_ms: int = 10_000  # so is one that was told to end, and had something under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +95,10 @@ class Entry:
     restarts: int = 0
     was_ready: bool = False
     restart_asked: bool = False
+    last_ms: int = 0  # while STOPPING: beyond it nothing under way is waited for
+    is_waited_for: bool = False  # that there is something was told
     last_exit: str = ""
     exits: deque[int] = field(default_factory=lambda: deque(maxlen=16))
-
-
-def start_order(specs: Sequence[Spec]) -> list[str]:
-    """Names, each after what it depends on; ties keep the table's order.
-
-    Raises: ValueError on an unknown dependency, a name given twice or a cycle.
-    """
-    by_name = {spec.name: spec for spec in specs}
-    if len(by_name) != len(specs):
-        raise ValueError("a service is named twice")
-    out: list[str] = []
-    left = list(specs)
-    while left:
-        free = [s for s in left if all(d in out for d in (*s.depends_on, *s.needs_live))]
-        if not free:
-            names = ", ".join(s.name for s in left)
-            raise ValueError(f"unknown dependency or cycle among: {names}")
-        out.append(free[0].name)
-        left.remove(free[0])
-    return out
 
 
 def describe_exit(returncode: int) -> str:
@@ -138,14 +110,16 @@ class Supervision:
     """The whole cluster's state. Every method returns the actions that follow."""
 
     def __init__(self, specs: Sequence[Spec], rules: Rules | None = None) -> None:
-        """Raises: ValueError as start_order does."""
+        """Raises: ValueError as start_order and longest_stop_ms do."""
         self.rules = rules or Rules()
         self.order = start_order(specs)
+        self.longest_stop_ms = longest_stop_ms(specs)
         by_name = {spec.name: spec for spec in specs}
         self.entries = {name: Entry(by_name[name]) for name in self.order}
         self.all_ready_once = False
         self.gave_up: str = ""  # the service that could not be started
         self.stopping = False
+        self.at_once = False  # the stop waits for nothing that is under way
         self._attended_ms: int | None = None  # when the shell was last here
 
     @property
@@ -274,17 +248,40 @@ class Supervision:
             return self.tick(now_ms=now_ms)
         return []
 
-    def stop(self, *, now_ms: int) -> list[Action]:
-        """End everything, dependents first. Idempotent."""
+    def stop(self, *, now_ms: int, at_once: bool = False) -> list[Action]:
+        """End everything, dependents first. Idempotent, but that a stop that waits may become one at once."""
         self._attend(now_ms)
-        if self.stopping:
+        actions: list[Action] = []
+        if not self.stopping:
+            self.stopping = True
+            for entry in self.entries.values():
+                entry.restart_asked = False
+                if entry.state in (State.WAITING, State.BACKOFF):
+                    self._enter(entry, State.STOPPED, now_ms)
+            actions = [Notice("stopping", "", "stopping every service"), *self._stop_free(now_ms)]
+        if at_once and not self.at_once:
+            self.at_once = True
+            for entry in self.entries.values():
+                if entry.state is State.STOPPING and entry.deadline_ms is not None:
+                    entry.deadline_ms = min(entry.deadline_ms, now_ms + entry.spec.stop_grace_ms)
+        return actions
+
+    def on_in_flight(self, name: str, count: int, *, now_ms: int) -> list[Action]:
+        """So many answers are under way at a service that was told to end."""
+        self._attend(now_ms)
+        entry = self.entries[name]
+        if entry.state is not State.STOPPING or entry.deadline_ms is None or not count:
             return []
-        self.stopping = True
-        for entry in self.entries.values():
-            entry.restart_asked = False
-            if entry.state in (State.WAITING, State.BACKOFF):
-                self._enter(entry, State.STOPPED, now_ms)
-        return [Notice("stopping", "", "stopping every service"), *self._stop_free(now_ms)]
+        if self.at_once:
+            return [Signal(name, SIGTERM)]  # told twice, it ends them
+        entry.deadline_ms = min(entry.last_ms, now_ms + self.rules.busy_silent_ms)
+        if entry.is_waited_for:
+            return []
+        entry.is_waited_for = True
+        what = "1 answer is" if count == 1 else f"{count} answers are"
+        waits = f"waiting for {'it' if count == 1 else 'them'}, at most {entry.spec.drain_ms / 1000:g} s"
+        how = "Ctrl-C or another `quire down` ends all that is under way at once"
+        return [Notice("waiting", name, f"{what} under way: {waits}; {how}")]
 
     def _attend(self, now_ms: int) -> None:
         """The shell runs now. If it stood still (Ctrl-Z, a paused machine), that time was nobody's silence or delay.
@@ -299,6 +296,7 @@ class Supervision:
             entry.answered_ms = min(now_ms, entry.answered_ms + late_ms)
             if entry.state in (State.STARTING, State.STOPPING) and entry.deadline_ms is not None:
                 entry.deadline_ms += late_ms
+                entry.last_ms += late_ms
 
     def _give_up(self, entry: Entry, now_ms: int) -> list[Action]:
         name = entry.spec.name
@@ -342,10 +340,7 @@ class Supervision:
         """End each running service on which no living one depends."""
         if not self.stopping:
             return []
-        held: set[str] = set()
-        for entry in self.entries.values():
-            if entry.state is not State.STOPPED:
-                held.update(entry.spec.depends_on, entry.spec.needs_live)
+        held = held_by(e.spec for e in self.entries.values() if e.state is not State.STOPPED)
         actions: list[Action] = []
         for name, entry in self.entries.items():
             if entry.state in (State.STARTING, State.READY) and name not in held:
@@ -353,7 +348,9 @@ class Supervision:
         return actions
 
     def _end(self, entry: Entry, now_ms: int) -> list[Action]:
-        self._enter(entry, State.STOPPING, now_ms, deadline_ms=now_ms + entry.spec.stop_grace_ms)
+        deadline_ms = now_ms + entry.spec.stop_grace_ms
+        self._enter(entry, State.STOPPING, now_ms, deadline_ms=deadline_ms)
+        entry.last_ms, entry.is_waited_for = deadline_ms + entry.spec.drain_ms, False
         return [Signal(entry.spec.name, SIGTERM)] if entry.pid else []
 
     def _kill(self, entry: Entry, now_ms: int) -> list[Action]:

@@ -27,6 +27,7 @@ from deploy.local.zygote_client import ForkedProcess, ZygoteClient
 START_PROBE_S = 0.1
 HEALTH_PROBE_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+DRAIN_PROBE_S = 0.2
 LOG_CHECK_S = 5.0
 TAIL_LINES = 12
 JOURNAL_LINES = 100
@@ -58,6 +59,7 @@ class Supervisor:
         self._processes: dict[str, Launched] = {}
         self._log_starts: dict[str, int] = {}  # where the log of the present process begins
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._draining: dict[str, asyncio.Task[None]] = {}
         self._said: dict[str, str] = {}  # why a service is not ready, in its own words
         self._began = time.monotonic()
         self._wake: asyncio.TimerHandle | None = None
@@ -72,7 +74,7 @@ class Supervisor:
         """Start everything, keep it running, stop everything."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._told_to_stop)
         self._guard = Guard()
         await self._control.start()
         capping = loop.create_task(self._cap_logs())
@@ -127,6 +129,7 @@ class Supervisor:
                 case Signal(name=name, signum=signum):
                     if (process := self._processes.get(name)) is not None:
                         process.send(signum)
+                        self._watch_end(name, process)
                     elif signum == signal.SIGKILL:
                         self._zygote.disown(name)
                 case Notice():
@@ -183,6 +186,8 @@ class Supervisor:
             self._guard.remove(process.pid)
         if (task := self._probing.pop(name, None)) is not None:
             task.cancel()
+        if (task := self._draining.pop(name, None)) is not None:
+            task.cancel()
         if name == ZYGOTE:
             self._zygote.close()
         if name == REDIS and returncode > 0:
@@ -216,6 +221,19 @@ class Supervisor:
             self._apply(self._core.on_probe(name, health, now_ms=self._now_ms()))
             starting = self._core.entries[name].state is State.STARTING
             await asyncio.sleep(START_PROBE_S if starting else self._health_probe_s)
+
+    def _watch_end(self, name: str, process: Launched) -> None:
+        if self._services[name].drain_ms and name not in self._draining:
+            draining = asyncio.get_running_loop().create_task(self._ask_in_flight(name, process))
+            self._draining[name] = draining
+
+    async def _ask_in_flight(self, name: str, process: Launched) -> None:
+        """From its SIGTERM until the process is gone."""
+        probe = self._services[name].probe
+        while self._processes.get(name) is process:
+            count = await probes.in_flight(probe.host, probe.port, probe.path, timeout_s=PROBE_TIMEOUT_S)
+            self._apply(self._core.on_in_flight(name, count, now_ms=self._now_ms()))
+            await asyncio.sleep(DRAIN_PROBE_S)
 
     def _tell(self, notice: Notice) -> None:
         """No full disk stops it: the actions behind the notice must be carried out, too."""
@@ -255,8 +273,12 @@ class Supervisor:
     def _tick(self) -> None:
         self._apply(self._core.tick(now_ms=self._now_ms()))
 
-    def _stop(self) -> None:
-        self._apply(self._core.stop(now_ms=self._now_ms()))
+    def _stop(self, at_once: bool) -> None:
+        self._apply(self._core.stop(now_ms=self._now_ms(), at_once=at_once))
+
+    def _told_to_stop(self) -> None:
+        """Told twice: at once."""
+        self._stop(at_once=self._core.stopping)
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """One control request. Bad ones are answered, never raised."""
@@ -264,8 +286,9 @@ class Supervisor:
         if op in ("status", "watch"):
             return self.status()
         if op == "stop":
-            asyncio.get_running_loop().call_soon(self._stop)
-            return {"ok": True, "pid": os.getpid()}
+            at_once = self._core.stopping or request.get("now") is True
+            asyncio.get_running_loop().call_soon(self._stop, at_once)
+            return {"ok": True, "pid": os.getpid(), "longest_stop_s": self._core.longest_stop_ms / 1000}
         if op not in ("kill", "restart"):
             return {"error": f"unknown op {op!r}"}
         if not isinstance(name, str) or name not in self._core.entries:

@@ -42,6 +42,7 @@ class Gateway:
         )
         self.sampling_defaults = _sampling_defaults(self.text.generation_config)
         self.started_s = int(time.time())
+        self.in_flight = 0  # while it drains: answers that run, or are not read yet
         self._hashes = HashMemory(1, max_chunks=MAX_HASH_CHUNKS)
         self.admission = Admission(settings.max_concurrent_requests, settings.max_concurrent_per_tenant)
         limits = Limits(
@@ -129,6 +130,8 @@ class Gateway:
             "model": self.description is not None,
             "coordinator": self.membership.reachable,
         }
+        if self.admission.draining:
+            details["in_flight"] = self.in_flight
         ready = (
             not self.admission.draining
             and self.cluster.scheduler_up

@@ -10,9 +10,10 @@ REQUESTS = counter(
     ("route", "status"),
 )
 ERRORS = counter("quire_gateway_errors_total", "Errors answered or streamed, by stable code.", ("code",))
+IN_FLIGHT_NAME = "quire_gateway_requests_in_flight"
 IN_FLIGHT = LevelTally(
     gauge(
-        "quire_gateway_requests_in_flight",
+        IN_FLIGHT_NAME,
         "Admitted prompts without an outcome; a request with several counts as many.",
     )
 )

@@ -11,6 +11,7 @@ from services.gateway import tally
 from services.gateway.config import shared_metrics_folder
 from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
+from services.gateway.metrics import IN_FLIGHT_NAME
 from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
 from services.gateway.request import check_model
 from shared.errors import ModelNotFound, PromptTooLong
@@ -42,6 +43,8 @@ async def health() -> Response:
 async def ready(gateway: Here) -> Response:
     """200 or 503 with what is missing."""
     is_ready, details = gateway.readiness()
+    if "in_flight" in details and (folder := shared_metrics_folder()):
+        details["in_flight"] = max(details["in_flight"], _in_flight_of_all(folder))
     return _json({"ready": is_ready, **details}, 200 if is_ready else 503)
 
 
@@ -54,6 +57,17 @@ async def metrics() -> Response:
         observed.render() if not folder else _render_shared(folder),
         headers={"content-type": observed.CONTENT_TYPE},
     )
+
+
+def _in_flight_of_all(folder: str) -> int:
+    """As all processes of this gateway counted half a second ago."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=folder)
+    found = [each.samples for each in registry.collect() if each.name == IN_FLIGHT_NAME]
+    return int(sum(sample.value for samples in found for sample in samples))
 
 
 def _render_shared(folder: str) -> bytes:

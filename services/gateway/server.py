@@ -6,6 +6,7 @@ without it answers from what it knew then, as if all were well. Whoever started 
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Generator
@@ -120,16 +121,23 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
 
 
 async def _drain(gateway: Gateway, server: uvicorn.Server, is_broken: bool) -> None:
-    """Refuse new requests (/ready says 503), let those in flight finish and be read until the drain deadline."""
+    """Refuse new requests (/ready says 503 and what is in flight), let those in flight finish and be read until the
+    drain deadline, or a second signal.
+    """
+    loop, is_told_twice = asyncio.get_running_loop(), asyncio.Event()
     gateway.admission.draining = True
     limit_ms = gateway.settings.drain_deadline_ms
     if is_broken:
         limit_ms = min(limit_ms, BROKEN_DRAIN_MS)
-    deadline = asyncio.get_running_loop().time() + limit_ms / 1000
+    else:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, is_told_twice.set)
+    deadline = loop.time() + limit_ms / 1000
     _log.info("gateway_draining", in_flight=gateway.admission.num_running)
     # Polled: once in a process life.
-    while gateway.admission.num_running or num_unsent(connections_of(server)):
-        if asyncio.get_running_loop().time() >= deadline:
+    while in_flight := max(gateway.admission.num_running, num_unsent(connections_of(server))):
+        gateway.in_flight = in_flight
+        if is_told_twice.is_set() or loop.time() >= deadline:
             break
         await asyncio.sleep(DRAIN_POLL_S)
     if gateway.admission.num_running:

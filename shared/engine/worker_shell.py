@@ -317,6 +317,7 @@ class WorkerShell:
         is_ready = self._phase == "serving" and self.engine.alive and not self.watch.is_suspect
         return is_ready, {
             "phase": self._phase,
+            "in_flight": self.front.num_inflight,
             "engine_silent_s": round(self.watch.silent_s, 1),
             "instance": self.settings.instance,
             "role": self.role,

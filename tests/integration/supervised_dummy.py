@@ -2,6 +2,7 @@
 
 import argparse
 import http.server
+import json
 import os
 import pathlib
 import signal
@@ -13,9 +14,11 @@ import time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         ready = time.monotonic() >= self.server.ready_at and pathlib.Path(self.server.ready_when).exists()
+        body = json.dumps({"in_flight": self.server.in_flight}).encode()
         self.send_response(200 if ready else 503)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args):
         pass
@@ -31,6 +34,7 @@ def main():
     parser.add_argument("--crash", action="store_true")
     parser.add_argument("--grandchild", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--in-flight", type=int, default=0, help="answers under way, until a second SIGTERM")
     args = parser.parse_args()
     with args.journal.open("a") as journal:
         journal.write(f"start {args.name} {os.getpid()}\n")
@@ -41,13 +45,19 @@ def main():
         with args.journal.open("a") as journal:
             journal.write(f"grandchild {args.name} {child.pid}\n")
 
+    told = []
+
     def stop(*_):
+        told.append(1)
+        if server.in_flight and len(told) == 1:
+            return
         with args.journal.open("a") as journal:
             journal.write(f"stop {args.name} {os.getpid()}\n")
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if args.deaf else stop)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server.in_flight = args.in_flight
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if args.deaf else stop)
     server.ready_at = time.monotonic() + args.ready_after_s
     server.ready_when = args.ready_when
     print(f"{args.name} listens", flush=True)

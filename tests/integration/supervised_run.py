@@ -27,6 +27,8 @@ def main():
             launcher=row.get("launcher", "exec"),
             env=row.get("env", {}),
             stop_grace_ms=row.get("stop_grace_ms", 1000),
+            drain_ms=row.get("drain_ms", 0),
+            served_by=tuple(row.get("served_by", ())),
         )
         for row in data["services"]
     ]

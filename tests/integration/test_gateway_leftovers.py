@@ -214,6 +214,7 @@ async def test_sigterm_waits_until_a_client_has_read_its_whole_answer(model_dir)
         child.send_signal(signal.SIGTERM)
         await asyncio.sleep(4.0)
         assert child.returncode is None
+        assert (await http.get("/ready")).json()["in_flight"] == 1
         assert (await client.answer())["usage"]["completion_tokens"] == N * LENGTH
         assert await asyncio.wait_for(child.wait(), 30) == 0
 

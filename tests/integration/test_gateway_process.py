@@ -1,4 +1,4 @@
-"""The gateway as a process: start, drain, several processes on one address, wrong settings; openai-python."""
+"""The gateway as a process: start, end after a bug, several processes on one address, wrong settings; openai-python."""
 
 import asyncio
 import contextlib
@@ -101,47 +101,6 @@ def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
     return script
 
 
-async def test_sigterm_finishes_what_runs_refuses_the_rest_and_exits_0(model_dir):
-    async with neighbours() as (coordinator, scheduler, worker):
-        first, *rest = ids(model_dir, " the quick brown fox jumps")
-        may_end = asyncio.Event()
-
-        worker.script = answer_in_two(first, rest, may_end)
-        async with process(model_dir, coordinator, scheduler) as (child, client):
-            task = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
-            await until(lambda: worker.generated)
-            child.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(30):
-                while (await client.get("/ready")).status_code != 503:  # noqa: ASYNC110  of another process
-                    await asyncio.sleep(0.02)
-            refused = await client.post("/v1/chat/completions", json=CHAT)
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "draining"
-            may_end.set()
-            reply = await task
-            assert reply.text.endswith("data: [DONE]\n\n")
-            assert "error" not in reply.text
-            assert await asyncio.wait_for(child.wait(), 30) == 0
-
-
-async def test_the_drain_deadline_ends_streams_with_an_error_and_exits_0(model_dir):
-    async with neighbours() as (coordinator, scheduler, worker):
-        worker.script = answer_tokens(ids(model_dir, " the quick brown fox" * 50), gap_s=0.1)
-        flags = {"drain_deadline_ms": 300}
-        async with process(model_dir, coordinator, scheduler, **flags) as (child, client):
-            body = {**CHAT, "stream": True}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-                text = ""
-                async for part in reply.aiter_text():
-                    if not text:  # it has begun
-                        child.send_signal(signal.SIGTERM)
-                    text += part
-            assert '"code":"draining"' in text
-            assert text.endswith("data: [DONE]\n\n")
-            assert await asyncio.wait_for(child.wait(), 30) == 0
-            await asyncio.wait_for(worker.abort_seen.wait(), 30)
-
-
 def breaks_when(file: Path, drain_ms: int) -> str:
     """A gateway of which one process's slow tick raises once this file is there, and takes it away."""
     return f"""
@@ -196,7 +155,7 @@ async def test_one_of_two_processes_that_a_bug_ends_leaves_the_address_to_the_ot
         broken = tmp_path / "broken"
         code = breaks_when(broken, 200)
         async with process(model_dir, coordinator, scheduler, code=code, processes=2) as (child, client):
-            before = await _children(child.pid, 2)
+            before = await children_of(child.pid, 2)
             broken.touch()
             await until(lambda: len({*_children_now(child.pid)} & {*before}) == 1)
             await until(lambda: len(_children_now(child.pid)) == 2)
@@ -210,13 +169,13 @@ async def test_two_processes_share_the_address_and_a_killed_one_comes_back(model
     async with neighbours() as (coordinator, scheduler, worker):
         worker.script = answer_tokens(ids(model_dir, " the"))
         async with process(model_dir, coordinator, scheduler, processes=2) as (child, client):
-            children = await _children(child.pid, 2)
+            children = await children_of(child.pid, 2)
             for _ in range(8):
                 assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
             # an outcome is counted behind the last byte of its answer
             await _counted(client)
             os.kill(children[0], signal.SIGKILL)
-            await _children(child.pid, 2, without=children[0])
+            await children_of(child.pid, 2, without=children[0])
             await ready(client, child)
             assert EIGHT in (await client.get("/metrics")).text
             child.send_signal(signal.SIGTERM)
@@ -232,7 +191,7 @@ async def test_requests_of_a_killed_process_are_not_in_flight_for_good(model_dir
 
         worker.script = script
         async with process(model_dir, coordinator, scheduler, processes=2) as (child, client):
-            children = await _children(child.pid, 2)
+            children = await children_of(child.pid, 2)
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
             [busy] = await _gauge_until(client, "quire_gateway_requests_in_flight", [1.0])
             os.kill(busy, signal.SIGKILL)
@@ -240,7 +199,7 @@ async def test_requests_of_a_killed_process_are_not_in_flight_for_good(model_dir
                 await asking
             await _gauge_until(client, "quire_gateway_requests_in_flight", [])
             [other] = {*children} - {busy}
-            living = {other, *await _children(child.pid, 2, without=busy)}
+            living = {other, *await children_of(child.pid, 2, without=busy)}
             budgets = _gauge((await client.get("/metrics")).text, "quire_gateway_retry_budget")
             assert {*budgets} <= living
 
@@ -270,7 +229,7 @@ async def _counted(client):
     pytest.fail("eight requests were answered and fewer are counted")
 
 
-async def _children(pid: int, count: int, without: int = 0) -> list[int]:
+async def children_of(pid: int, count: int, without: int = 0) -> list[int]:
     def found() -> list[int]:
         return [each for each in _children_now(pid) if each != without]
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from deploy.local.probes import in_flight
 from shared.free_ports import free_port
 from shared.ids import HandoffId, InstanceId
 from shared.observe.service import EXIT_BUG
@@ -186,6 +187,8 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
             refused = await gateway.end_of("new")
             assert isinstance(refused, Failed)
             assert (refused.code, refused.retryable) == ("peer.gone", True)
+            host, port = worker.admin_url.removeprefix("http://").split(":")
+            assert await in_flight(host, int(port), "/ready", timeout_s=30) == 1
             assert isinstance(await gateway.end_of("r"), Finished)
             assert gateway.tokens["r", 0] == here.vocabulary.tokens([1, 2], 800)
             assert await asyncio.to_thread(worker.wait) == 0

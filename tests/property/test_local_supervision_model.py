@@ -3,23 +3,24 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.supervision import Health, Rules, Signal, Spawn, Spec, State, Supervision
+from deploy.local.service_order import Spec, longest_stop_ms
+from deploy.local.supervision import Health, Rules, Signal, Spawn, State, Supervision
 
 SPECS = [
     Spec("a"),
     Spec("b", depends_on=("a",)),
     Spec("z", depends_on=()),
     Spec("c", depends_on=("b",), needs_live=("z",)),
-    Spec("d", depends_on=("a", "b"), stop_grace_ms=300),
+    Spec("d", depends_on=("a", "b"), served_by=("c",), stop_grace_ms=300, drain_ms=3000),
 ]
 NAMES = [spec.name for spec in SPECS]
 BY_NAME = {spec.name: spec for spec in SPECS}
 RULES = Rules(max_start_failures=1000, silent_ms=4000)
-LONGEST_STOP_MS = sum(spec.stop_grace_ms for spec in SPECS)  # one after another, all of them deaf
+LONGEST_STOP_MS = longest_stop_ms(SPECS)  # all of them deaf, and with something under way
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["ok", "not_ready", "silent", "exit", "tick", "restart", "tick_long"]),
+        st.sampled_from(["ok", "not_ready", "silent", "busy", "exit", "tick", "restart", "tick_long"]),
         st.sampled_from(NAMES),
         st.integers(1, 500),
     ),
@@ -64,6 +65,8 @@ class Machine:
     def do(self, step, name, by_ms):
         if step in ("ok", "not_ready", "silent"):
             self.probe(name, Health(step))
+        elif step == "busy":
+            self.follow(self.core.on_in_flight(name, by_ms, now_ms=self.now_ms))
         elif step == "exit" and name in self.running:
             self.follow(self.exit(name))
         elif step == "restart":
@@ -73,18 +76,43 @@ class Machine:
             self.follow(self.core.tick(now_ms=self.now_ms))
 
 
-@given(steps, st.sets(st.sampled_from(NAMES)))
-def test_gates_hold_and_a_stop_ends_with_no_process_left(history, deaf):
+@given(steps, st.sets(st.sampled_from(NAMES)), st.booleans())
+def test_gates_hold_and_a_stop_ends_with_no_process_left(history, deaf, at_once):
     machine = Machine(deaf)
     machine.follow(machine.core.start(now_ms=0))
     for step in history:
         machine.do(*step)
         assert set(machine.running) == {n for n, e in machine.core.entries.items() if e.pid}
-    machine.follow(machine.core.stop(now_ms=machine.now_ms))
-    for _ in range(LONGEST_STOP_MS // 500 + len(SPECS)):
+    machine.follow(machine.core.stop(now_ms=machine.now_ms, at_once=at_once))
+    limit_ms = sum(spec.stop_grace_ms for spec in SPECS) if at_once else LONGEST_STOP_MS
+    for _ in range(limit_ms // 500 + len(SPECS)):
+        for name in NAMES:
+            machine.do("busy", name, 1)
         machine.do("tick", "a", 500)
     assert machine.core.stopped
     assert not machine.running
+
+
+@given(steps, st.integers(1, 6))
+def test_whoever_has_something_under_way_has_its_time_and_so_has_who_serves_it(history, num_rounds):
+    machine = Machine(set(NAMES))
+    machine.follow(machine.core.start(now_ms=0))
+    for name in NAMES:
+        machine.probe(name, Health.OK)
+    for step in history:
+        machine.do(*step)
+    for name in NAMES:
+        machine.probe(name, Health.OK)
+    before = set(machine.running)
+    is_served = machine.core.entries["c"].state is State.READY
+    machine.follow(machine.core.stop(now_ms=machine.now_ms))
+    for _ in range(num_rounds):
+        machine.do("busy", "d", 1)
+        machine.do("ok", "c", 1)
+        machine.do("tick", "a", 500)
+    if "d" in before and machine.core.entries["d"].last_ms > machine.now_ms:
+        assert "d" in machine.running
+        assert "c" in machine.running or not is_served
 
 
 def test_a_service_that_dies_before_its_turn_to_be_stopped_holds_up_no_stop():

@@ -82,12 +82,12 @@ class LocalCluster:
         try:
             self.quire("up", *self.flags)
         except BaseException:
-            self.quire("down", check=False)
+            self.quire("down", "--now", check=False)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.quire("down")
+        self.quire("down", "--now")
 
     def status(self) -> dict[str, Any]:
         """`quire status --json`, ready or not."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from deploy.local.service_order import Spec, start_order
 from deploy.local.supervision import (
     SIGKILL,
     SIGTERM,
@@ -12,10 +13,8 @@ from deploy.local.supervision import (
     Rules,
     Signal,
     Spawn,
-    Spec,
     State,
     Supervision,
-    start_order,
 )
 
 REDIS = Spec("redis")

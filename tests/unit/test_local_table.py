@@ -7,8 +7,8 @@ import pytest
 
 from deploy.local import config, plan
 from deploy.local.cluster_settings import MAX_WORKERS_PER_ROLE, ClusterSettings, check
+from deploy.local.service_order import start_order
 from deploy.local.services_table import ROWS, ZYGOTE, Plan, Ports, Worker, build, managed_keys
-from deploy.local.supervision import start_order
 from shared.errors import SettingsError
 
 SETTINGS = ClusterSettings(home="/h")

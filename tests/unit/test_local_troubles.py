@@ -2,7 +2,8 @@
 
 import pytest
 
-from deploy.local.supervision import Health, Spec, Supervision
+from deploy.local.service_order import Spec
+from deploy.local.supervision import Health, Supervision
 from deploy.local.troubles import troubles
 
 

@@ -14,7 +14,7 @@ def main(argv):
         out.write(f"start w {os.getpid()}\n")
     print("forked says", os.environ["SUPERVISED_FORKED"], flush=True)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.ready_at, server.ready_when = 0, "/"
+    server.ready_at, server.ready_when, server.in_flight = 0, "/", 0
     server.serve_forever()
 
 
