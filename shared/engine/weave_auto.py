@@ -148,13 +148,14 @@ def _measure(settings: WorkerSettings) -> list[Timing]:
 
 
 def _run(settings: WorkerSettings, kind: str, out: Path, log: Path, limit_s: float) -> str:
-    """Why it came to no end. Nothing of it is left."""
+    """Why it came to no end. Nothing of it is left: a worker that is stopped or killed meanwhile takes it along."""
     given = out.with_name("settings.json")
     bare = msgspec.structs.replace(settings, weave="off", coordinator_key="", redis_url="")
     given.write_bytes(msgspec.json.encode(bare))
-    words = [sys.executable, "-m", "shared.engine.weave_probe", kind, str(given), str(out)]
+    words = [sys.executable, "-m", "shared.engine.weave_probe", kind, str(given), str(out), str(os.getpid())]
     with log.open("wb") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        # a group of its own within the worker's session, which the supervisor's guard ends
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, process_group=0)
         try:
             status = process.wait(limit_s)
             return f"ended with status {status}" if status else ""

@@ -1,12 +1,12 @@
 """One short-lived engine that worker.weave = auto is decided by; see weave_auto.py, which runs it.
 
-    python -m shared.engine.weave_probe stock|weave SETTINGS.json OUT.json
+    python -m shared.engine.weave_probe stock|weave SETTINGS.json OUT.json WORKER_PID
 
 A few layers of the model's shape with random weights; else the engine that SETTINGS.json (a worker's) stands for: stock
 is told what that is told with `weave` off, in the same environment, but for OWN_ARGUMENTS. Prompts from 512 tokens on:
 the forward pass on the slowest rank; fewer: a decode step of so many requests, the host's part included. OUT.json:
 {tokens: {mode: us}}, medians. It takes no more of the GPUs than weights, one step and the caches of what it asks: a
-mempool may have the rest.
+mempool may have the rest. It ends when its worker does.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from shared.engine.vllm_setup import engine_environment
+from shared.engine.vllm_setup import die_with_parent, engine_environment
 from shared.engine.worker_config import WorkerSettings
 from shared.weave.role_choice import LEAST_PROMPT_TOKENS
 from shared.weave.turns import turns
@@ -142,7 +142,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("kind", choices=("stock", "weave"))
     parser.add_argument("settings", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("worker", type=int)
     options = parser.parse_args(argv)
+    die_with_parent(options.worker)
     settings = msgspec.json.decode(options.settings.read_bytes(), type=WorkerSettings)
     engine_environment(settings, settings.device)
     from shared.engine.preload import preload_architecture

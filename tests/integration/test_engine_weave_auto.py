@@ -3,9 +3,11 @@
 In process: it imports vLLM.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import warnings
 from types import SimpleNamespace
@@ -29,6 +31,8 @@ from shared.engine import (
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, for_role
 from shared.weave.threshold import Timing
+from tests.integration.mempool_rig import until
+from tests.support.processes import descendants, is_gone
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 
@@ -202,7 +206,7 @@ def on_gpus(monkeypatch):
 
 def probe(tmp_path, monkeypatch, kind, settings):
     """(arguments, environment) of the short engine that auto_choice() starts, as its own process would have them."""
-    found = SimpleNamespace(arguments={}, environment={})
+    found = SimpleNamespace(arguments={}, environment={}, parents=[])
 
     class Measured:
         def __init__(self, *, worker_extension_cls, skip_tokenizer_init, **arguments):
@@ -214,7 +218,7 @@ def probe(tmp_path, monkeypatch, kind, settings):
         pid = 0
 
         def __init__(self, words, **more):
-            assert more.keys() == {"stdout", "stderr", "start_new_session"}, "the environment is inherited"
+            assert more.keys() == {"stdout", "stderr", "process_group"}, "the environment is inherited"
             with pytest.raises(KeyboardInterrupt):
                 weave_probe.main(words[3:])
 
@@ -222,10 +226,12 @@ def probe(tmp_path, monkeypatch, kind, settings):
             return 1
 
     monkeypatch.setattr("vllm.LLM", Measured)
+    monkeypatch.setattr(weave_probe, "die_with_parent", lambda worker: found.parents.append(worker))
     monkeypatch.setattr("shared.engine.preload.preload_architecture", lambda _: None)
     monkeypatch.setattr(weave_auto.subprocess, "Popen", Popen)
     monkeypatch.setattr(weave_auto, "_end_group", lambda _: None)
     weave_auto._run(settings, kind, tmp_path / "out.json", tmp_path / "log", 1.0)
+    assert found.parents == [os.getpid()]
     return found
 
 
@@ -302,6 +308,36 @@ def test_the_short_woven_engine_is_told_what_a_woven_engine_is_told(tmp_path, mo
     }
     assert other <= weave_probe.OWN_ARGUMENTS
     assert told["worker_cls"] == "shared.engine.weave_worker_gpu.WeaveGPUWorker"
+
+
+def test_a_short_engine_is_of_its_workers_session_and_ends_when_that_is_killed(tmp_path):
+    settings = made(tmp_path, device="cpu")
+    config = tmp_path / "config.json"
+    config.unlink()
+    os.mkfifo(config)  # where it stands still
+    worker = multiprocessing.get_context("fork").Process(
+        target=weave_auto._run, args=(settings, "stock", tmp_path / "out", tmp_path / "log", 600.0)
+    )
+    worker.start()
+    writers = []
+
+    def is_read() -> bool:
+        with contextlib.suppress(OSError):  # by nobody yet
+            writers.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
+    try:
+        until(is_read, "it stands still")
+        (probe,) = descendants(worker.pid)
+        is_seen = os.getsid(probe) == os.getsid(worker.pid)  # by the guard of the worker's session
+    finally:
+        worker.kill()
+        worker.join()
+    try:
+        until(lambda: is_gone(probe), "its end")
+    finally:
+        os.close(writers[0])  # it reads no model there, and ends in any case
+    assert is_seen
 
 
 def test_a_bench_asks_for_no_multicast_and_for_its_own_fusions(monkeypatch):
