@@ -6,7 +6,6 @@ import socket
 import sys
 from collections.abc import Generator
 
-import msgspec
 import uvicorn
 from fastapi import FastAPI
 
@@ -101,10 +100,7 @@ async def run(settings: CoordinatorSettings) -> int:
     ended.add_done_callback(stop)
     await coordinator.start()
     logger.info("listening", address=f"{host}:{port}")
-    shown = msgspec.to_builtins(settings)
-    logger.info(
-        "settings", **{**shown, "api_keys": len(settings.api_keys), "redis_url": bool(settings.redis_url)}
-    )
+    logger.info("settings", **service.shown(settings))
     try:
         await server.serve(sockets=[listener])
         return ended.result() if ended.done() else 0

@@ -4,8 +4,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from services.mempool import config
 from services.mempool.collector import PoolCollector
 from services.mempool.config import MempoolSettings
@@ -102,8 +100,7 @@ async def run(settings: MempoolSettings) -> int:
     try:
         await admin.start()
         settle_heap()
-        shown = msgspec.to_builtins(settings) | {"coordinator_key": "***"}
-        log.get_logger("mempool").info("settings", admin=admin.address, **shown)
+        log.get_logger("mempool").info("settings", admin=admin.address, **service.shown(settings))
         return await ended
     finally:
         await admin.stop()

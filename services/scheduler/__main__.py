@@ -3,8 +3,6 @@
 import secrets
 import sys
 
-import msgspec
-
 from services.scheduler import config
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.shell import Scheduler
@@ -27,7 +25,7 @@ async def run(settings: SchedulerSettings) -> int:
         settle_heap()
         listen, report_listen = scheduler.addresses
         logger.info("listening", place=listen, report=report_listen, admin=admin.address)
-        logger.info("settings", **{**msgspec.to_builtins(settings), "coordinator_key": "***"})
+        logger.info("settings", **service.shown(settings))
         return await ended
     finally:
         await admin.stop()

@@ -16,6 +16,7 @@ from shared.frame_room import with_frame_room
 from shared.kv.model_files import vocab_size
 from shared.observe import log, trace
 from shared.observe.log import get_logger
+from shared.observe.service import shown
 
 EXIT_SETTINGS = 2
 
@@ -83,10 +84,6 @@ def leave(code: int) -> NoReturn:
 
 
 def _shown(settings: WorkerSettings) -> dict[str, object]:
-    """Effective settings without secrets and without what is for the mock alone."""
-    hidden = () if settings.engine == "mock" else ("mock_",)
-    out: dict[str, object] = {}
-    for name in settings.__struct_fields__:
-        if not name.startswith(("coordinator_key", "instance", *hidden)):
-            out[name] = getattr(settings, name)
-    return out
+    """Effective settings without what is for the mock alone."""
+    hidden = ("instance",) if settings.engine == "mock" else ("instance", "mock_")
+    return {name: value for name, value in shown(settings).items() if not name.startswith(hidden)}

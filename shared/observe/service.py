@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import uvloop
 
 from shared.background_task import LOST_TASK
@@ -41,6 +42,7 @@ class ServiceSettings(Protocol):
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
+_SECRET = ("redis_url", "coordinator_key")  # or with a password in it
 
 
 def main(
@@ -68,6 +70,13 @@ def main(
         return EXIT_SETTINGS
     finally:
         trace.shutdown()
+
+
+def shown(settings: msgspec.Struct) -> dict[str, Any]:
+    """Effective settings for the log: of what is secret whether it is there, of keys how many."""
+    found = msgspec.structs.asdict(settings)
+    hidden = {name: bool(found[name]) for name in _SECRET if name in found}
+    return found | hidden | {name: len(keys) for name, keys in found.items() if name == "api_keys"}
 
 
 def end_on_signal() -> asyncio.Future[int]:
