@@ -75,6 +75,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._told_to_stop)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._stop)  # a closed terminal may say so twice
         self._guard = Guard()
         await self._control.start()
         capping = loop.create_task(self._cap_logs())
@@ -273,7 +275,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._apply(self._core.tick(now_ms=self._now_ms()))
 
-    def _stop(self, at_once: bool) -> None:
+    def _stop(self, at_once: bool = False) -> None:
         self._apply(self._core.stop(now_ms=self._now_ms(), at_once=at_once))
 
     def _told_to_stop(self) -> None:

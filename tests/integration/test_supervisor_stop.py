@@ -30,6 +30,30 @@ def ended(busy):
     assert [name for name, _ in busy.lines("stop")] == ["gateway", "worker"]
 
 
+def test_a_closed_terminal_is_an_orderly_stop_and_saying_so_twice_is_no_hurry(run):  # noqa: F811
+    run.add("a").add("gateway", "--in-flight", "2", depends_on=["a"], drain_ms=HOURS_MS).start().wait_ready()
+    run.process.send_signal(signal.SIGHUP)  # the kernel says it, and then the shell
+    waits(run)
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    waits(run)
+    run.process.terminate()
+    assert run.process.wait(timeout=LIMIT_S) == 0
+    assert [name for name, _ in run.lines("stop")] == ["gateway", "a"]
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(run):  # noqa: F811
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+    try:
+        run.add("a").start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.wait_ready()
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert run.call(op="status")["ready"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once_what_the_first_one_waited_for(busy, number):
     busy.process.send_signal(number)
