@@ -39,8 +39,11 @@ class JsonlSpanExporter:
         if self._fd < 0 or self._pid != os.getpid():  # first use, or a forked child, with a file of its own
             self._open()
         data = _encoder.encode_lines(spans)
-        if os.fstat(self._fd).st_size + len(data) > self._max_file_bytes:
-            with contextlib.suppress(FileNotFoundError):  # another process pruned it
+        found = os.fstat(self._fd)
+        if not found.st_nlink:  # another process pruned it
+            self._open()
+        elif found.st_size + len(data) > self._max_file_bytes:
+            with contextlib.suppress(FileNotFoundError):  # as above, a moment ago
                 self.path.replace(self.path.with_suffix(".1.jsonl"))
             self._open()
         os.write(self._fd, data)
@@ -59,7 +62,7 @@ class JsonlSpanExporter:
 
 
 def _prune(directory: Path) -> None:
-    """Remove the oldest files of processes long gone, so that restarts do not fill the disk."""
+    """Remove the oldest files, so that restarts do not fill the disk. A process that lives makes itself a new one."""
     stamped = []
     for path in directory.glob("spans-*.jsonl"):
         try:

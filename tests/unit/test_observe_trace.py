@@ -370,6 +370,17 @@ def test_a_file_that_another_process_pruned_is_made_anew_when_it_would_be_full(e
     assert exporter.path.stat().st_size > 0
 
 
+def test_spans_of_a_process_whose_file_was_pruned_are_in_a_new_one(tmp_path):
+    exporter = span_store.JsonlSpanExporter(tmp_path, "test")
+    exporter.export([record("before")])
+    exporter.path.unlink()
+    exporter.export([record("behind")])
+    exporter.export([record("last")])
+    exporter.close()
+    lines = exporter.path.read_bytes().splitlines()
+    assert [msgspec.json.decode(line, type=SpanRecord).name for line in lines] == ["behind", "last"]
+
+
 def test_a_folder_of_old_files_is_pruned(tmp_path):
     for number in range(span_store.MAX_FOLDER_FILES + 10):
         path = tmp_path / f"spans-old-{number}.jsonl"
