@@ -4,12 +4,25 @@ from typing import Literal
 
 import msgspec
 
-from deploy.local.addresses import check_address, parse_join
+from deploy.local.addresses import check_address, check_url, parse_join
 from shared import settings
 from shared.errors import SettingsError
 
 MAX_RANKS = 64  # of one engine
 MAX_WORKERS_PER_ROLE = 10  # ports base+20.. and base+40..
+MAX_WAIT_S = 7 * 24 * 3600  # beyond 24 days no socket has a timeout
+_MAX_BYTES = 1 << 50
+# least, most and an example; None is the default
+_RANGES: dict[str, tuple[int, int, int]] = {
+    "threads": (0, 1024, 1),
+    "max_model_len": (0, 1 << 31, 8192),
+    "kv_cache_bytes": (0, _MAX_BYTES, 1 << 30),
+    "mempool_bytes": (0, _MAX_BYTES, 1 << 30),
+    "dram_bytes": (0, _MAX_BYTES, 8 << 30),
+    "gateway_processes": (0, 128, 1),
+    "log_cap_bytes": (1, _MAX_BYTES, 16 << 20),
+    "ready_timeout_s": (1, MAX_WAIT_S, 300),
+}
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +108,9 @@ def check(found: ClusterSettings) -> ClusterSettings:
             f"setting cluster.port: {found.port} is among the services' own ports "
             f"({found.base_port} to {found.base_port + 59}); set --base-port too"
         )
-    for name, least in (("log_cap_bytes", 1), ("ready_timeout_s", 1), ("dram_bytes", 0)):
-        if (said := getattr(found, name)) is not None and said < least:
-            raise SettingsError(f"setting cluster.{name}: must be at least {least}")
+    for name, (least, most, good) in _RANGES.items():
+        if (said := getattr(found, name)) is not None and not least <= said <= most:
+            raise SettingsError(f"setting cluster.{name}: {said} is not in {least}..{most}; try {good}")
     for name, good in (("trace_sample_ratio", 1), ("gpu_memory_utilization", 0.9)):
         if not 0.0 <= getattr(found, name) <= 1.0:
             raise SettingsError(f"setting cluster.{name}: must be 0 to 1; try {good}")
@@ -105,4 +118,21 @@ def check(found: ClusterSettings) -> ClusterSettings:
         raise SettingsError("setting cluster.launcher: zygote is for vLLM on CPU; try auto")
     if not found.host:
         raise SettingsError("setting cluster.host: must not be empty; try 127.0.0.1")
+    _check_servers(found)
     return found
+
+
+def _check_servers(found: ClusterSettings) -> None:
+    """Of others. Raises: SettingsError."""
+    if found.trace_endpoint:
+        check_url("setting cluster.trace_endpoint:", found.trace_endpoint, "http://127.0.0.1:4318")
+    if found.redis_url:
+        from shared.transport.redis_link import parse_redis_url
+
+        try:
+            parse_redis_url(found.redis_url)
+        except SettingsError as error:  # which says nothing of a password
+            raise SettingsError(
+                "setting cluster.redis_url: it, or QUIRE_REDIS_URL, is no redis:// address; "
+                "try redis://127.0.0.1:6379/0"
+            ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.cluster_settings import ClusterSettings, check
+from deploy.local.cluster_settings import MAX_WAIT_S, ClusterSettings, check
 from shared import settings
 from shared.errors import SettingsError
 
@@ -216,7 +216,8 @@ def kv_layout(environ: Mapping[str, str] | None = None) -> str:
 
 def drains_ms(environ: Mapping[str, str] | None = None) -> dict[str, int]:
     """How long what is under way at a service that is told to end may take, by section. Raises: SettingsError."""
-    return {name: int(str(settings_of(name, environ)["drain_deadline_ms"])) for name in ("gateway", "worker")}
+    said = {name: int(str(settings_of(name, environ)["drain_deadline_ms"])) for name in ("gateway", "worker")}
+    return {name: min(ms, 1000 * MAX_WAIT_S) for name, ms in said.items()}
 
 
 def gateway_wants_keys(environ: Mapping[str, str] | None = None) -> bool:

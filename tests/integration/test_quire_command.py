@@ -78,6 +78,9 @@ def test_wrong_usage_is_exit_code_two(quire):
     assert "QUIRE_REDIS_URL" in quire("up", env={"QUIRE_REDIS_ULR": "x"}, code=2).stderr
     assert "cluster.port" in quire("up", env={"QUIRE_GATEWAY_LISTEN": "127.0.0.1:1"}, code=2).stderr
     assert "no folder" in quire("up", "--model", "./none", code=2).stderr
+    for words in (("up", "--set", "ready_timeout_s=1000000000000"), ("doctor", "--quick")):
+        said = quire(*words, env={} if words[0] == "up" else {"QUIRE_CLUSTER_THREADS": "-1"}, code=2).stderr
+        assert "setting cluster." in said
     assert "cluster.pd_caching" in quire("up", "--pd-caching", "4", code=2).stderr
     assert "auto, off, fuse, full" in quire("up", "--weave", "half", code=2).stderr
 

@@ -23,6 +23,11 @@ SERVICES = {
 }  # fmt: skip
 
 
+NO_LESS_THAN_ZERO = (
+    "threads", "max_model_len", "kv_cache_bytes", "mempool_bytes", "dram_bytes", "gateway_processes"
+)  # fmt: skip
+
+
 def load(argv=(), env=None, toml=None):
     return config.load(argv, environ=env or {}, toml_path=toml)
 
@@ -100,6 +105,39 @@ def test_wrong_values_are_refused_by_name(argv):
     with pytest.raises(SettingsError) as refused:
         load(argv)
     assert argv[0][2:].replace("-", "_") in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, -1) for key in NO_LESS_THAN_ZERO),
+        ("gateway_processes", 1_000),
+        ("threads", 1_000_000),
+        *((key, 1 << 60) for key in ("max_model_len", "kv_cache_bytes", "mempool_bytes", "dram_bytes")),
+        *(("trace_endpoint", text) for text in ("foo", "ftp://here", "http://", "http://127.0.0.1:99999")),
+        *(("redis_url", text) for text in ("foo", "http://127.0.0.1:6379", "redis://")),
+        ("ready_timeout_s", 10**12),
+        ("ready_timeout_s", 604_801),
+        ("ready_timeout_s", 0),
+    ],
+)
+def test_what_no_service_could_start_with_is_refused_before_any_does(key, value):
+    with pytest.raises(SettingsError, match=rf"setting cluster\.{key}: "):
+        load([f"--{key.replace('_', '-')}", str(value)])
+
+
+def test_a_wrong_redis_address_is_refused_without_its_password():
+    with pytest.raises(SettingsError) as refused:
+        load(env={"QUIRE_REDIS_URL": "http://:open-sesame@127.0.0.1:6379"})
+    assert "open-sesame" not in refused.value.message
+
+
+def test_the_least_and_the_most_of_a_setting_are_taken():
+    assert load(["--ready-timeout-s", "604800"]).ready_timeout_s == 604_800
+    for key in NO_LESS_THAN_ZERO:
+        assert getattr(load([f"--{key.replace('_', '-')}", "0"]), key) == 0
+    for url in ("http://127.0.0.1:4318", "https://collector.example/otlp"):
+        assert load(["--trace-endpoint", url]).trace_endpoint == url
 
 
 @pytest.mark.parametrize("text", [",", "one,", " , two", "one,,two"])

@@ -120,6 +120,12 @@ def test_services_whose_stops_wait_for_each_other_are_refused():
         longest_stop_ms([Spec("a", served_by=("b",)), Spec("b", depends_on=("a",))])
 
 
+def test_a_drain_time_beyond_all_clocks_is_a_week():
+    """Sockets cannot wait for longer than that, and who stops a cluster waits by it."""
+    found = config.drains_ms({"QUIRE_WORKER_DRAIN_DEADLINE_MS": str(1 << 62)})
+    assert found["worker"] == 7 * 24 * 3_600_000
+
+
 def test_services_have_the_drain_time_of_their_own_settings_and_the_gateway_is_served_by_every_worker():
     drains_ms = config.drains_ms({"QUIRE_GATEWAY_DRAIN_DEADLINE_MS": "45000"})
     assert drains_ms == {"gateway": 45_000, "worker": WorkerSettings().drain_deadline_ms}
