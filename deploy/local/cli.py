@@ -20,7 +20,7 @@ from deploy.local import (
     cmd_up,
     cmd_version,
 )
-from deploy.local.terminal import EXIT_CODES, FAILED, NOT_RUNNING, USAGE, fail
+from deploy.local.terminal import EXIT_CODES, FAILED, NOT_RUNNING, USAGE, drop, fail, os_error_text
 from shared.errors import ClusterError, PeerGone, SettingsError
 
 app = typer.Typer(
@@ -61,9 +61,9 @@ def main() -> None:
         fail(error.message, NOT_RUNNING)
     except ClusterError as error:
         fail(error.message, FAILED)
-    except BrokenPipeError:  # `quire logs | head`
-        sys.stderr.close()
-        sys.exit(FAILED)
+    except OSError as error:  # not a closed pipe, as of `quire logs | head`: that is no error
+        drop(sys.stdout)
+        fail(os_error_text(error), FAILED)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from deploy.local.control import ControlClient
 from deploy.local.interrupts import Interrupts
 from deploy.local.launch import errors, tail
 from deploy.local.progress import Progress
-from deploy.local.terminal import fail, out, program, shorten, show_log_tail
+from deploy.local.terminal import drop, fail, os_error_text, out, program, shorten, show_log_tail
 from shared.errors import PeerGone, SettingsError
 
 SUPERVISOR_START_S = plan.NVIDIA_SMI_TIMEOUT_S + 20.0  # it looks at the GPUs before it answers
@@ -186,7 +186,7 @@ def _look(wanted: Wanted) -> str:
         command = wanted.command
         if not status["was_ready"]:
             out.print("another `quire up` with these settings has begun: waiting with it")
-            _follow(client, wanted, is_ours=False)
+            _summary(_follow(client, wanted, is_ours=False), wanted.command)
         elif not status["ready"]:
             fail(f"it runs ({served_at(status)}), but is not ready; `{command} status` says what is not")
         else:
@@ -246,7 +246,11 @@ def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]", interrupts: Int
         interrupts.let()
         with _wait_for_control(wanted, supervisor) as client:
             has_control = True
-            _follow(client, wanted, is_ours=True)
+            status = _follow(client, wanted, is_ours=True)
+    except OSError as error:  # nobody can be told how it goes
+        drop(sys.stdout)
+        _end(wanted, supervisor)
+        fail(f"{os_error_text(error)}; what was started is stopped")
     except PeerGone as error:  # stopped by another command, before it was asked
         fail(f"{error.message}: it was stopped or killed; `{wanted.command} down` makes sure")
     except KeyboardInterrupt:
@@ -258,6 +262,13 @@ def _wait(wanted: Wanted, supervisor: "subprocess.Popen[bytes]", interrupts: Int
         if not has_control:
             _end(wanted, supervisor)
         raise
+    try:
+        _summary(status, wanted.command)
+    except OSError as error:
+        drop(sys.stdout)
+        fail(
+            f"{os_error_text(error)}; the cluster serves: `{wanted.command} status`, `{wanted.command} down`"
+        )
 
 
 def _end(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> None:
@@ -289,8 +300,8 @@ def _wait_for_control(wanted: Wanted, supervisor: "subprocess.Popen[bytes]") -> 
     return fail("the supervisor did not start, or ended at once")
 
 
-def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
-    """Show notices until everything is ready; exits 1 when that does not happen.
+def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> dict[str, Any]:
+    """Show notices until everything is ready; exits 1 when that does not happen. Returns its status of the beginning.
 
     Args: is_ours: this command started it, so a start that takes too long is stopped.
     """
@@ -314,8 +325,7 @@ def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
                     break
         waiting = ", ".join(progress.waiting) or "nothing"
     if status["was_ready"] or last.get("event") == "all_ready":
-        _summary(status, wanted.command)
-        return
+        return status
     if last.get("event") == "give_up":
         show_log_tail(last)
         for _ in _until(client, time.monotonic() + _stop_wait_s()):
@@ -325,7 +335,7 @@ def _follow(client: ControlClient, wanted: Wanted, *, is_ours: bool) -> None:
         fail(f"the supervisor was stopped or killed; still waiting for: {waiting}")
     if is_ours:
         _stop(wanted)
-    fail(f"not ready after {found.ready_timeout_s} s; still waiting for: {waiting}")
+    return fail(f"not ready after {found.ready_timeout_s} s; still waiting for: {waiting}")
 
 
 def _until(client: ControlClient, end: float) -> Iterator[dict[str, Any]]:

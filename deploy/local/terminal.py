@@ -1,10 +1,13 @@
 """What every command shares: the consoles, exit codes, and errors as one sentence."""
 
+import contextlib
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
@@ -17,13 +20,22 @@ OK, FAILED, USAGE, NOT_RUNNING = 0, 1, 2, 3
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 wrong usage or setting, 3 no cluster is running."
 MAX_REPLY_BYTES = 8 << 20
 
+# without a file's name
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF, errno.EAGAIN)
 WIDE_COLUMNS = 160  # of what is not a terminal
+
+
+class _Output(Console):
+    """Rich's, but that a closed pipe is an error as a full disk is: whoever writes may have something to undo."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def _console(*, stderr: bool) -> Console:
     # no emoji: their codes are parts of addresses too, as in fd00:a:b::1; markup only where it is asked for: models,
     # folders and what services say may have square brackets
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False)
+    made = _Output(stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False)
     if not made.is_terminal:
         made.width = WIDE_COLUMNS
     return made
@@ -35,9 +47,26 @@ err = _console(stderr=True)
 
 
 def fail(message: str, code: int = FAILED) -> NoReturn:
-    """Print `error: ...` and exit."""
-    err.print(f"error: {message}", style="red")
+    """Print `error: ...`, where that can be printed, and exit."""
+    try:
+        err.print(f"error: {message}", style="red")
+    except OSError:
+        drop(sys.stderr)
     sys.exit(code)
+
+
+def drop(stream: TextIO) -> None:
+    """Nothing more can be written there; what waits in its buffer would fail again at the exit."""
+    with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+def os_error_text(error: OSError) -> str:
+    """What to say of one that nobody was there for."""
+    what = str(error.strerror or error)
+    if error.filename:
+        return f"{error.filename}: {what}"
+    return f"cannot write the output: {what}" if error.errno in OUTPUT_ERRORS else what
 
 
 def program() -> str:

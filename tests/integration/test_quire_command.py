@@ -85,6 +85,21 @@ def test_wrong_usage_is_exit_code_two(quire):
     assert "auto, off, fuse, full" in quire("up", "--weave", "half", code=2).stderr
 
 
+@pytest.mark.parametrize("words", [["version"], ["--help"], ["down"], ["up", "--set", "threads=-1"]])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_behind_the_output_is_one_sentence(quire, words, both):
+    command = [sys.executable, "-P", "-m", "deploy.local.cli", *words]
+    env = {**quire.env, "PYTHONPATH": str(REPO)}
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command, env=env, stdout=full, stderr=full if both else subprocess.PIPE, timeout=LIMIT_S
+        )
+    assert done.returncode == (2 if words[0] == "up" else 1)
+    if not both:
+        (line,) = done.stderr.decode().splitlines()
+        assert line.startswith("error: ")
+
+
 @pytest.mark.parametrize(
     ("flag", "key"),
     [

@@ -32,14 +32,14 @@ class Quire:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         self.env = {**clean, "QUIRE_HOME": str(home), "COLUMNS": "200", **patience.environment()}
 
-    def begin(self, *words: str) -> "subprocess.Popen[str]":
+    def begin(self, *words: str, stdout: int = subprocess.PIPE) -> "subprocess.Popen[str]":
         # as at a terminal: under nohup, or behind a shell's &, some signals are ignored, and stay so
         as_at_a_terminal = ["env", "--default-signal=HUP,INT,TERM"]
         return subprocess.Popen(
             [*as_at_a_terminal, sys.executable, "-P", "-m", "deploy.local.cli", *words],
             cwd=REPO,
             env={**self.env, "PYTHONPATH": str(REPO)},
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -113,6 +113,21 @@ def test_an_up_that_ends_before_its_supervisor_answers_leaves_none(quire, number
     code, out, err = said(up)
     assert (code, "interrupted" in out) == (130, True), out + err
     assert not Path(f"/proc/{supervisor}").exists()
+    assert not run_supervisor.is_locked(config.paths_of(quire.home))
+
+
+@pytest.mark.parametrize("output", ["full disk", "closed pipe"])
+def test_an_up_that_can_tell_nobody_how_it_goes_leaves_no_supervisor(quire, output):
+    if output == "full disk":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    up = quire.begin(*quire.up, stdout=stdout)
+    os.close(stdout)
+    code, _, err = said(up)
+    assert (code, err.startswith("error: cannot write the output: ")) == (1, True), err
+    assert err.endswith("; what was started is stopped"), err
     assert not run_supervisor.is_locked(config.paths_of(quire.home))
 
 

@@ -1,5 +1,7 @@
 """An interrupted `quire up`, or one with a late supervisor, leaves none; `quire down` waits for what begins."""
 
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -87,6 +89,22 @@ def test_a_start_whose_supervisor_goes_before_it_is_asked_says_that_it_was_stopp
         cmd_up._wait(wanted, supervisor, interrupts)
     assert ended.value.code == 1
     assert "it was stopped or killed; `quire down` makes sure" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cluster_that_serves_is_not_stopped_because_the_output_is_full(
+    wanted, supervisor, monkeypatch, capsys
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cmd_up, "_wait_for_control", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(cmd_up, "_follow", lambda *_, **__: {})
+    monkeypatch.setattr(cmd_up, "_summary", full)
+    with Interrupts() as interrupts, pytest.raises(SystemExit) as ended:
+        cmd_up._wait(wanted, supervisor, interrupts)
+    assert (ended.value.code, supervisor.poll()) == (1, None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("error: cannot write the output: No space left on device; the cluster serves: ")
 
 
 def test_a_supervisor_has_the_time_that_looking_at_the_gpus_may_take():
