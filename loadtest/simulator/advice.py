@@ -62,6 +62,19 @@ class LinkNow:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakEven:
+    """The slowest link at which a division still sustains what colocated instances do, and which division that is.
+
+    gb_per_s: None: none does over any link that is tried, or (is_known: False) time ended before that was known, or
+    colocated instances sustain nothing, so that there is nothing to keep up with.
+    """
+
+    gb_per_s: float | None = None
+    layout: Layout | None = None
+    is_known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """What each engine was taken to have. Tokens are of KV; dram_tokens: of host memory behind it."""
 
@@ -73,9 +86,9 @@ class Engine:
 
 @dataclass(slots=True)
 class Advice:
-    """break_even_gb_per_s: the slowest link at which the best split still sustains what colocated instances do; None:
-    none does, or (break_even_known: False) time ended before that was known. gain_ratio: of the rates that were
-    sustained; see Layout for what they are where nothing failed. within_budget: False where time ended the search.
+    """break_even_gb_per_s, break_even_known, break_even_layout: see BreakEven; of the best split, or of another where
+    no link is enough for that one. gain_ratio: of the rates that were sustained; see Layout for what they are where
+    nothing failed. within_budget: False where time ended the search.
     decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
     trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has. link_source, engine_sources: where
     the link's rate and the engine's sizes, by their names, are from."""
@@ -86,6 +99,7 @@ class Advice:
     gain_ratio: float
     break_even_gb_per_s: float | None
     break_even_known: bool
+    break_even_layout: str
     decided: bool
     sentence: str
     trace_rate_per_s: float
@@ -125,18 +139,16 @@ def sentence(
     best: Layout,
     pays: bool,
     gain: float,
-    link: float | None,
+    link: BreakEven,
     link_now: LinkNow,
-    *,
-    known: bool = True,
 ) -> str:
-    """The verdict. Args: link: see Advice.break_even_gb_per_s; link_now: as simulated; known: whether `link` is."""
+    """The verdict. Args: link_now: as simulated."""
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
     times = _times_words(colocated, best, gain)
     if pays:
-        words = _link_words(link, link_now) if known else ""
+        words = _link_words(link.gb_per_s, link_now) if link.gb_per_s and link.layout is best else ""
         return (
             f"Disaggregate, {ratio}: it sustains {best.rate_words()} requests/s within the SLO, "
             f"{colocated.name} {colocated.rate_words()} ({times}). {words}"
@@ -146,7 +158,7 @@ def sentence(
             f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
             f"that was tried; the best division ({ratio}) {best.rate_words()}."
         )
-    words = _keeps_up_words(link) if known else ""
+    words = _keeps_up_words(link, best) if link.is_known else ""
     return (
         f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, "
         f"the best division ({ratio}) {best.rate_words()} ({times}; it takes {GAIN:g}x to be worth it). {words}"
@@ -167,18 +179,18 @@ def _times_words(colocated: Layout, best: Layout, gain: float) -> str:
     return f"{'at least ' if best.is_at_least else ''}{gain:.2f}x"
 
 
-def _keeps_up_words(link: float | None) -> str:
-    if link is None:
+def _keeps_up_words(link: BreakEven, best: Layout) -> str:
+    if link.gb_per_s is None or link.layout is None:
         return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
-    if link <= LINKS_GB_PER_S[0]:
-        return f"It keeps up with them over any link from {link:g} GB/s on."
-    return f"It keeps up with them from {link:.3g} GB/s between instances on."
+    other = link.layout
+    who = "It" if other is best else f"Another ({other.num_prefill} prefill to {other.num_decode} decode)"
+    if link.gb_per_s <= LINKS_GB_PER_S[0]:
+        return f"{who} keeps up with them over any link from {link.gb_per_s:g} GB/s on."
+    return f"{who} keeps up with them from {link.gb_per_s:.3g} GB/s between instances on."
 
 
-def _link_words(link: float | None, link_now: LinkNow) -> str:
-    if link is None:
-        return f"No link up to {LINKS_GB_PER_S[1]:g} GB/s would change that."
-    if link <= LINKS_GB_PER_S[0]:
-        return f"Any link from {link:g} GB/s on is enough to break even."
+def _link_words(gb_per_s: float, link_now: LinkNow) -> str:
+    if gb_per_s <= LINKS_GB_PER_S[0]:
+        return f"Any link from {gb_per_s:g} GB/s on is enough to break even."
     told = f"{link_now.source.partition(' by ')[0]} now: {link_now.gb_per_s:.4g} GB/s"
-    return f"Below {link:.3g} GB/s between instances disaggregation stops paying ({told})."
+    return f"Below {gb_per_s:.3g} GB/s between instances disaggregation stops paying ({told})."

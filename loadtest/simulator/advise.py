@@ -17,6 +17,7 @@ from loadtest.simulator.advice import (
     GAIN,
     LINKS_GB_PER_S,
     Advice,
+    BreakEven,
     Engine,
     Layout,
     LinkNow,
@@ -116,10 +117,12 @@ class Advisor:
             self._at_own_rate(layout)
         decided = self._find_rates(layouts)
         colocated = layouts[0]
-        best = max(layouts[1:], key=lambda one: (one.max_rate_per_s, one.good_ratio, -one.jct_mean_ms))
+        splits = sorted(
+            layouts[1:], key=lambda one: (one.max_rate_per_s, one.good_ratio, -one.jct_mean_ms), reverse=True
+        )
         self._deadline_s = self._budget_s
-        link, known = self._break_even(best, colocated.max_rate_per_s)
-        return self._verdict(layouts, best, link, known=known, decided=decided)
+        link = self._break_even(splits, colocated.max_rate_per_s)
+        return self._verdict(layouts, splits[0], link, decided=decided)
 
     # -- simulations ------------------------------------------------------------------------------
 
@@ -240,30 +243,41 @@ class Advisor:
             step -= 1
         return step
 
-    def _break_even(self, best: Layout, rate_per_s: float) -> tuple[float | None, bool]:
-        """The slowest link at which the split sustains the rate; and whether there was time to know."""
-        low, high = LINKS_GB_PER_S
+    def _break_even(self, splits: Sequence[Layout], rate_per_s: float) -> BreakEven:
+        """Of the first split that sustains the rate over the fastest link: which is best there, nobody knows before."""
         if not rate_per_s:
-            return None, self._within_budget
-        for link in (high, low):
-            holds = self._holds(best, rate_per_s, link) if self._has_time() else None
+            return BreakEven()
+        for split in splits:
+            holds = self._holds_in_time(split, rate_per_s, LINKS_GB_PER_S[1])
             if holds is None:
-                return None, False
-            if holds == (link == low):
-                return (low if holds else None), True
+                return BreakEven()
+            if holds:
+                return self._slowest_link(split, rate_per_s)
+        return BreakEven(is_known=True)
+
+    def _slowest_link(self, split: Layout, rate_per_s: float) -> BreakEven:
+        """At which it sustains the rate, as it does over the fastest."""
+        low, high = LINKS_GB_PER_S
+        holds = self._holds_in_time(split, rate_per_s, low)
+        if holds is None:
+            return BreakEven()
+        if holds:
+            return BreakEven(low, split, is_known=True)
         for _ in range(LINK_STEPS):
             middle = (low * high) ** 0.5
-            holds = self._holds(best, rate_per_s, middle) if self._has_time() else None
+            holds = self._holds_in_time(split, rate_per_s, middle)
             if holds is None:
                 break
             low, high = (low, middle) if holds else (middle, high)
-        return round(high, 3), True
+        return BreakEven(round(high, 3), split, is_known=True)
+
+    def _holds_in_time(self, layout: Layout, rate_per_s: float, link_gb_per_s: float) -> bool | None:
+        """See _holds; not begun where time has ended."""
+        return self._holds(layout, rate_per_s, link_gb_per_s) if self._has_time() else None
 
     # -- the verdict ------------------------------------------------------------------------------
 
-    def _verdict(
-        self, layouts: list[Layout], best: Layout, link: float | None, *, known: bool, decided: bool
-    ) -> Advice:
+    def _verdict(self, layouts: list[Layout], best: Layout, link: BreakEven, *, decided: bool) -> Advice:
         question, colocated = self._question, layouts[0]
         machine, setting = question.machine, question.setting
         gain = best.max_rate_per_s / colocated.max_rate_per_s if colocated.max_rate_per_s else math.inf
@@ -276,12 +290,11 @@ class Advisor:
             prefill=best.num_prefill,
             decode=best.num_decode,
             gain_ratio=round(min(gain, MOST_GAIN), 3),
-            break_even_gb_per_s=link,
-            break_even_known=known,
+            break_even_gb_per_s=link.gb_per_s,
+            break_even_known=link.is_known,
+            break_even_layout=link.layout.name if link.layout is not None else "",
             decided=decided,
-            sentence=sentence(colocated, best, pays, gain, link, link_now, known=known)
-            if decided
-            else undecided(layouts),
+            sentence=sentence(colocated, best, pays, gain, link, link_now) if decided else undecided(layouts),
             trace_rate_per_s=round(self._trace.rate_per_s, 3),
             whole_rate_per_s=round(mean_rate_per_s(question.requests), 3),
             simulated_requests=len(self._requests),

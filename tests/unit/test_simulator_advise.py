@@ -13,7 +13,7 @@ from deploy.local.cli import app
 from loadtest.profiler.simulated import machine_of
 from loadtest.registry import RESULTS
 from loadtest.reports.summary import Slo
-from loadtest.simulator.advice import Layout, LinkNow, sentence
+from loadtest.simulator.advice import BreakEven, Layout, LinkNow, sentence
 from loadtest.simulator.advise import Advisor, Question, default_slo
 from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file, model_shape
 from loadtest.simulator.known import Setting
@@ -172,7 +172,8 @@ def test_where_the_costs_come_from_is_said_before_the_verdict(tmp_path):
 @pytest.mark.parametrize("link", [None, 0.01, 2.0])
 def test_a_division_that_gains_too_little_is_not_said_to_stop_paying(link):
     colocated, best = Layout("2 colocated", 0, 0, 2, 10.0, 10.4), Layout("1P:1D", 1, 1, 0, 10.2, 10.6)
-    words = sentence(colocated, best, pays=False, gain=1.02, link=link, link_now=LinkNow(20.0, "assumed"))
+    found = BreakEven(link, best if link else None, is_known=True)
+    words = sentence(colocated, best, pays=False, gain=1.02, link=found, link_now=LinkNow(20.0, "assumed"))
     assert words.startswith("Keep them colocated")
     assert "1.02x; it takes 1.05x" in words
     assert "stops paying" not in words
