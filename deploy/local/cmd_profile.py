@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loadtest.profiler.runner import Runner, Told
 
 WORKERS = ("prefill-", "decode-", "colocated-")
+SHEET = "data sheet"  # in the words of costs that come from one
 BIG = ("runs", "series")  # of the file; `--json` leaves them out
 
 Url = Annotated[str, typer.Option(help="Gateway of a cluster that runs elsewhere. Default: the running one.")]
@@ -35,7 +36,7 @@ Callable_ = Annotated[
     str, typer.Option("--callable", help="MODULE:FUNCTION that runs one batch: f(batch_size), with PyTorch.")
 ]
 Gpu = Annotated[str, typer.Option(help="Simulated: h200, h100, a100 or l40s.")]
-Tp = Annotated[int, typer.Option(help="Simulated: GPUs of one engine.")]
+Tp = Annotated[int, typer.Option(help="Simulated: GPUs of one engine. Costs of another TP are scaled.")]
 Cost = Annotated[
     str,
     typer.Option(
@@ -221,7 +222,7 @@ def _simulated(
     local = always_in_turns(swap_gb_per_s) if has_turns else None
     if cost:
         tokens = memory_tokens or machine_of(gpu, model, tp, chunk_tokens=chunk).memory_tokens
-        machine = from_file(Path(cost), memory_tokens=tokens, gpu=gpu, model=model)
+        machine = from_file(Path(cost), memory_tokens=tokens, tp=tp, gpu=gpu, model=model)
     else:
         machine = machine_of(gpu, model, tp, chunk_tokens=chunk)
         tokens = memory_tokens or machine.memory_tokens
@@ -319,9 +320,8 @@ def _show(found: "Profile") -> None:
         table.add_row(label, value)
     out.print(table)
     if not found.calibrated:
-        out.print(
-            "The costs are a data sheet's: `--cost` with `quire model show --json` is better.", style="dim"
-        )
+        whose = "a data sheet's" if SHEET in found.source else "another TP's, scaled"
+        out.print(f"The costs are {whose}: `--cost` with `quire model show --json` is better.", style="dim")
 
 
 def _rows(found: "Profile") -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from loadtest.simulator.hardware import (
     Machine,
     from_coefficients,
     from_data_sheet,
+    kv_bytes_of,
     measured,
     with_slots,
 )
@@ -47,11 +48,15 @@ class SimulatedRunner:
         self._local = local or Local()
         coefficients = with_slots(machine.prices.coefficients, MAX_RUNNING)
         coefficients = msgspec.structs.replace(coefficients, max_batched_tokens=chunk_tokens)
-        self._prices = ModelPrices(coefficients)
+        self._prices = ModelPrices(
+            coefficients,
+            prefill_correction=machine.prices.prefill_correction,
+            decode_correction=machine.prices.decode_correction,
+        )
         self._memory_tokens, self.chunk_tokens = machine.memory_tokens, chunk_tokens
         self.model, self.tp, self.num_instances = model, tp, 1
         self.words, self.is_calibrated = f"simulated: {machine.words}", machine.calibrated
-        self.bytes_per_token = self._prices.kv_bytes_per_token / tp
+        self.bytes_per_token = kv_bytes_of(coefficients.shape, tp) / tp
         self.pool_bytes = round(machine.memory_tokens * self.bytes_per_token)
 
     def run(self, requests: Sequence[Request]) -> Observed:
@@ -84,7 +89,7 @@ class SimulatedRunner:
             list(watch.gaps.items()),
             round(watch.peak_share * self.pool_bytes),
             watch.full.spans,
-            round(found.turns.peak_swap_bytes / self.tp),
+            round(found.turns.peak_swap_bytes / self._prices.kv_bytes_per_token * self.bytes_per_token),
         )
 
 
