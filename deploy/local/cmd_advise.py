@@ -138,8 +138,10 @@ def _running() -> dict[str, dict[str, Any]]:
 
 
 def _show(advice: "Advice") -> None:
+    from loadtest.simulator.advice import rate_text
+
     out.print(
-        f"{advice.simulated_requests} requests at {advice.trace_rate_per_s:.2f}/s; "
+        f"{advice.simulated_requests} requests at {rate_text(advice.trace_rate_per_s)}/s; "
         f"TTFT {advice.slo_ttft_ms:g} ms and TPOT {advice.slo_tpot_ms:g} ms for {advice.good_share:.0%}",
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -174,10 +176,11 @@ def _show(advice: "Advice") -> None:
         out.print(f"{kind}: {advice.costs}; {better}", style="yellow")
     out.print(advice.setting_words())
     out.print(advice.sentence)
-    if advice.trace_rate_per_s > BURST * advice.whole_rate_per_s > 0:
+    whole = advice.whole_rate_per_s
+    if advice.trace_rate_per_s > BURST * whole > 0:
         out.print(
-            f"The stretch is a burst of a trace with {advice.whole_rate_per_s:.2f} requests/s: what the bursts and "
-            "pauses together want, more --requests say.",
+            f"The stretch is a burst of a trace with {rate_text(whole)} requests/s: what the bursts and pauses "
+            "together want, more --requests say.",
             style="yellow",
         )
     if not advice.within_budget:

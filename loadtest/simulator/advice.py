@@ -4,8 +4,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from loadtest.simulator.sustained import MOST_DOUBLINGS
+
 GAIN = 1.05  # below this a layout is no better: the search itself is no finer
 LINKS_GB_PER_S = (0.05, 1000.0)  # that are tried
+SPARSE = (
+    f" The trace is too sparse to tell them apart: {1 << MOST_DOUBLINGS:,} times its own rate is no load. Give one as "
+    "dense as what they shall serve."
+)
+
+
+def rounded(rate_per_s: float) -> float:
+    """For scripts: four digits behind the point, or as many that count where it is below 0.1."""
+    return round(rate_per_s, 4) if rate_per_s >= 0.1 else float(f"{rate_per_s:.4g}")
+
+
+def rate_text(rate_per_s: float) -> str:
+    """For people: a rate above 0 is never 0.00."""
+    return f"{rate_per_s:.2f}" if rate_per_s >= 0.1 or not rate_per_s else f"{rate_per_s:.2g}"
 
 
 @dataclass(slots=True)
@@ -45,12 +61,12 @@ class Layout:
         if not self.max_rate_per_s and not self.failed_rate_per_s:
             return "not tried"
         if self.is_at_least:
-            return f"at least {self.max_rate_per_s:.2f}"
+            return f"at least {rate_text(self.max_rate_per_s)}"
         if self.failed_rate_per_s <= self.max_rate_per_s * GAIN:
-            return f"{self.max_rate_per_s:.2f}"
+            return rate_text(self.max_rate_per_s)
         if self.max_rate_per_s:
-            return f"{self.max_rate_per_s:.2f} to {self.failed_rate_per_s:.2f}"
-        return f"below {self.failed_rate_per_s:.2f}"
+            return f"{rate_text(self.max_rate_per_s)} to {rate_text(self.failed_rate_per_s)}"
+        return f"below {rate_text(self.failed_rate_per_s)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +157,10 @@ def sentence(
     gain: float,
     link: BreakEven,
     link_now: LinkNow,
+    *,
+    is_sparse: bool = False,
 ) -> str:
-    """The verdict. Args: link_now: as simulated."""
+    """The verdict. Args: link_now: as simulated; is_sparse: the rates end at MOST_DOUBLINGS of the trace's own."""
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
@@ -156,7 +174,7 @@ def sentence(
     if colocated.is_at_least:
         return (
             f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
-            f"that was tried; the best division ({ratio}) {best.rate_words()}."
+            f"that was tried; the best division ({ratio}) {best.rate_words()}.{SPARSE * is_sparse}"
         )
     words = _keeps_up_words(link, best) if link.is_known else ""
     return (

@@ -21,6 +21,7 @@ from loadtest.simulator.advice import (
     Engine,
     Layout,
     LinkNow,
+    rounded,
     sentence,
     undecided,
 )
@@ -50,6 +51,7 @@ MOST_SIMULATED = 8_000  # requests of one run: some 4 s
 MOST_GAIN = 1000.0  # also where colocated instances sustain nothing: JSON has no infinity
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the link
 LINK_STEPS = 7
+REACH = MOST_DOUBLINGS * STEPS_PER_DOUBLING  # steps from the trace's own rate, either way
 LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
 
 
@@ -159,14 +161,15 @@ class Advisor:
     ) -> Simulation:
         self._num_simulations += 1
         spec = self._spec(layout, link_gb_per_s)
-        return Simulation(spec, self._question.machine.prices, requests, enough=enough)
+        prices = self._question.machine.prices
+        return Simulation(spec, prices, requests, enough=enough, is_late=lambda: not self._has_time())
 
     def _at_own_rate(self, layout: Layout) -> None:
         """What it does then, where there is time for all of it: half a run says nothing of the other half."""
         link = self._question.setting.link_gb_per_s
         if not self._has_time():
             return
-        done = self._simulation(layout, link, self._requests, lambda _: not self._has_time()).run()
+        done = self._simulation(layout, link, self._requests).run()
         if len(done.outcomes) < len(self._requests):
             return
         layout.is_simulated = True
@@ -187,7 +190,7 @@ class Advisor:
             if outcome.request_id in judged:
                 is_met = slo.met(outcome)
                 num_met, num_missed = num_met + is_met, num_missed + (not is_met)
-            return num_met >= must_meet or num_missed > may_miss or not self._has_time()
+            return num_met >= must_meet or num_missed > may_miss
 
         self._simulation(layout, link_gb_per_s, load.requests, is_sure).run()
         if num_met >= must_meet or num_missed > may_miss:
@@ -206,8 +209,7 @@ class Advisor:
         """Whether it came to an end. To a step of the colocated layout and the best split; of the other splits until
         they are known to be no better."""
         own, top = step_of(self._trace.rate_per_s), self._top_step()
-        reach = MOST_DOUBLINGS * STEPS_PER_DOUBLING
-        brackets = [Bracket(min(own - reach, top), min(own + reach, top)) for _ in layouts]
+        brackets = [Bracket(min(own - REACH, top), min(own + REACH, top)) for _ in layouts]
         first, splits = brackets[0], range(1, len(layouts))
         first.stride *= 2  # nothing is known yet
         while not first.is_done and self._narrow(layouts[0], first, own):
@@ -220,8 +222,8 @@ class Advisor:
             if brackets[at].is_done or not self._narrow(layouts[at], brackets[at], start):
                 break
         for layout, bracket in zip(layouts, brackets, strict=True):
-            layout.max_rate_per_s = 0.0 if bracket.low is None else round(rate_at(bracket.low), 4)
-            layout.failed_rate_per_s = 0.0 if bracket.high is None else round(rate_at(bracket.high), 4)
+            layout.max_rate_per_s = 0.0 if bracket.low is None else rounded(rate_at(bracket.low))
+            layout.failed_rate_per_s = 0.0 if bracket.high is None else rounded(rate_at(bracket.high))
         return first.is_done and brackets[at].is_done
 
     def _narrow(self, layout: Layout, bracket: Bracket, start: int) -> bool:
@@ -238,7 +240,7 @@ class Advisor:
     def _top_step(self) -> int:
         """The highest rate whose run is not too long."""
         most = max(self._question.most_simulated, 2 * len(self._requests))
-        step = step_of(self._trace.rate_per_s) + MOST_DOUBLINGS * STEPS_PER_DOUBLING
+        step = step_of(self._trace.rate_per_s) + REACH
         while self._trace.num_at(rate_at(step)) > most and rate_at(step) > 1e-3:
             step -= 1
         return step
@@ -285,6 +287,8 @@ class Advisor:
             gain = 0.0
         pays = decided and gain >= GAIN and not colocated.is_at_least
         link_now = LinkNow(setting.link_gb_per_s, setting.source("link_gb_per_s"))
+        is_sparse = self._top_step() == step_of(self._trace.rate_per_s) + REACH
+        words = sentence(colocated, best, pays, gain, link, link_now, is_sparse=is_sparse)
         return Advice(
             disaggregate=pays,
             prefill=best.num_prefill,
@@ -294,9 +298,9 @@ class Advisor:
             break_even_known=link.is_known,
             break_even_layout=link.layout.name if link.layout is not None else "",
             decided=decided,
-            sentence=sentence(colocated, best, pays, gain, link, link_now) if decided else undecided(layouts),
-            trace_rate_per_s=round(self._trace.rate_per_s, 3),
-            whole_rate_per_s=round(mean_rate_per_s(question.requests), 3),
+            sentence=words if decided else undecided(layouts),
+            trace_rate_per_s=rounded(self._trace.rate_per_s),
+            whole_rate_per_s=rounded(mean_rate_per_s(question.requests)),
             simulated_requests=len(self._requests),
             slo_ttft_ms=question.slo.ttft_ms,
             slo_tpot_ms=question.slo.tpot_ms,

@@ -33,7 +33,9 @@ FORGET_MS = 1_000.0
 
 
 class Simulation:
-    """Args: prices: of every instance. enough: asked after each request; True ends the run with those that ended."""
+    """Args: prices: of every instance. enough: asked after each request; True ends the run with those that ended.
+    is_late: the same, asked with every report: of time that a run may take.
+    """
 
     def __init__(
         self,
@@ -42,8 +44,9 @@ class Simulation:
         requests: Sequence[SimRequest],
         *,
         enough: Callable[[Outcome], bool] | None = None,
+        is_late: Callable[[], bool] | None = None,
     ) -> None:
-        self._enough, self._stopped = enough, False
+        self._enough, self._is_late, self._stopped = enough, is_late, False
         self._spec, self._prices, self._requests = spec, prices, requests
         self._events = EventQueue()
         self._links = Links(spec.peer, spec.remote, spec.dram, spec.instances_per_host)
@@ -54,7 +57,14 @@ class Simulation:
         self._placer = Placer(self._instances, spec.policy, "simulated", spec.placement, spec.cost)
         self.engines = self._build_engines()
         self._reports = Reports(
-            spec, self._events, prices, self.engines, self._instances, self._links, self._serve_held
+            spec,
+            self._events,
+            prices,
+            self.engines,
+            self._instances,
+            self._links,
+            self._heard,
+            lambda: self._frontend.num_open,
         )
         self._names = self._reports.names
         self._numbers = {name: n for n, name in enumerate(self._names)}
@@ -97,6 +107,7 @@ class Simulation:
     def settle(self, wait_ms: float = 5_000.0) -> None:
         """Let what was on its way arrive: aborts, releases, blocks that go back."""
         until_ms = self._events.now_ms + wait_ms
+        self._events.at(until_ms, lambda: None)  # no pause is passed over beyond it
         self._events.run(lambda: self._events.now_ms >= until_ms)
 
     # -- for the frontend -------------------------------------------------------------------------
@@ -119,6 +130,10 @@ class Simulation:
         answer = self._placer.place(place, now_ms=self._now())
         self._num_rejected += isinstance(answer, Rejected)
         return answer
+
+    def _heard(self) -> None:
+        self._stopped = self._stopped or (self._is_late is not None and self._is_late())
+        self._serve_held()
 
     def _serve_held(self) -> None:
         for answer in self._placer.serve_held(now_ms=self._now()):
@@ -330,7 +345,7 @@ class Simulation:
     def _on_end(self, call: Call) -> None:
         self._records[call.index] = call.record
         self._num_ended += 1
-        self._stopped = self._enough is not None and self._enough(call.record)
+        self._stopped = self._stopped or (self._enough is not None and self._enough(call.record))
         self._num_retries += call.flow.num_retries
         self._events.after(FORGET_MS, self._forget, call)  # its aborts are on their way
         for index in self._followers.pop(call.index, ()):

@@ -1,6 +1,7 @@
 """What simulated instances say to the scheduler's core: Hello first, then reports at their interval and soon after a
 change."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from loadtest.simulator.engine import Engine
@@ -16,11 +17,16 @@ from shared.wire.reports import Hello, PoolPlace, Report
 
 MODEL = "simulated"
 REPORT_PHASES = 10  # instances report in turns within an interval
+IDLE_MS = 10_000.0  # without a request, and until anything happens: so long a pause is passed over
 EPOCH = Epoch(1)
 
 
 class Reports:
-    """Args: heard: called behind every report, and ten times an interval."""
+    """Args: heard: called behind every report, and ten times an interval. num_open: requests without an outcome.
+
+    Of a long pause without requests the rounds are passed over but for the last ones: nothing changes in between, and
+    whoever hears the last ones knows what they would have known.
+    """
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class Reports:
         instances: Instances,
         links: Links,
         heard: Callable[[], None],
+        num_open: Callable[[], int],
     ) -> None:
         self.names = [InstanceId(f"{role}-{n}") for n, role in enumerate(spec.roles)]
         self.description = EngineDescription(
@@ -40,7 +47,8 @@ class Reports:
         )  # fmt: skip
         self._spec, self._events, self._prices = spec, events, prices
         self._engines, self._instances, self._links = engines, instances, links
-        self._heard = heard
+        self._heard, self._num_open = heard, num_open
+        self._passed_ms = 0.0  # by the rounds from the last one of phase 0 on
         self._rates = {name: as_told(getattr(spec, name)) for name in ("peer", "remote", "dram")}
         self._places = [self._place_of(number) for number in range(len(engines))]
         self._seqs = [0] * len(engines)
@@ -53,7 +61,7 @@ class Reports:
             self._report(engine.number)
         interval_ms = self._spec.instances.report_interval_ms
         for phase in range(REPORT_PHASES):
-            self._events.at(interval_ms * (1 + phase / REPORT_PHASES), self._round, phase)
+            self._events.tick_at(interval_ms * (1 + phase / REPORT_PHASES), self._round, phase)
 
     def soon(self, number: int) -> None:
         """Something changed there."""
@@ -77,11 +85,27 @@ class Reports:
         )
 
     def _round(self, phase: int) -> None:
-        for number in range(phase, len(self._engines), REPORT_PHASES):
+        numbers = range(phase, len(self._engines), REPORT_PHASES)
+        if phase == 0:
+            if self._passed_ms:
+                numbers = range(len(self._engines))  # nobody was silent meanwhile
+            self._passed_ms = self._pause_ms()
+        for number in numbers:
             self._report(number)
         self._instances.tick(now_ms=self._now())
         self._heard()
-        self._events.after(self._spec.instances.report_interval_ms, self._round, phase)
+        wait_ms = self._spec.instances.report_interval_ms + self._passed_ms
+        self._events.tick_at(self._events.now_ms + wait_ms, self._round, phase)
+
+    def _pause_ms(self) -> float:
+        """That can be passed over, whole intervals: one is left for the rounds before anything happens."""
+        wait_ms, interval_ms = (
+            self._events.next_ms - self._events.now_ms,
+            self._spec.instances.report_interval_ms,
+        )
+        if self._num_open() or not IDLE_MS <= wait_ms < math.inf:
+            return 0.0
+        return (wait_ms // interval_ms - 2) * interval_ms
 
     def _report(self, number: int) -> None:
         engine = self._engines[number]

@@ -51,8 +51,8 @@ def test_a_spent_budget_still_gives_a_verdict_and_says_so():
 
 
 def test_the_runs_at_the_traces_own_rate_keep_to_the_budget_too():
-    ticks = itertools.count()
-    advice = Advisor(Question(STEADY, MACHINE, 3, Slo(4000, 15)), lambda: next(ticks), 70.0).advise()
+    ticks = itertools.count()  # one a report
+    advice = Advisor(Question(STEADY, MACHINE, 3, Slo(4000, 15)), lambda: next(ticks), 2_000.0).advise()
     assert advice.num_simulations == 2, "one whole run of 48 requests, and a part of the next"
     assert [layout.is_simulated for layout in advice.layouts] == [True, False, False]
     assert [layout.ttft_p50_ms > 0 for layout in advice.layouts] == [True, False, False]
