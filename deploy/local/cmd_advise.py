@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 BUDGET_S = 40.0
 RUNNING = "running"
 SHEET = "data sheet"  # in the words of costs that come from one
-BURST = 1.5  # times the whole trace's rate: so dense a stretch has its pauses left out
 CHUNK_TOKENS = 8192  # of a step, where no measurement says otherwise
 
 
@@ -176,11 +175,10 @@ def _show(advice: "Advice") -> None:
         out.print(f"{kind}: {advice.costs}; {better}", style="yellow")
     out.print(advice.setting_words())
     out.print(advice.sentence)
-    whole = advice.whole_rate_per_s
-    if advice.trace_rate_per_s > BURST * whole > 0:
+    if advice.is_burst:
         out.print(
-            f"The stretch is a burst of a trace with {rate_text(whole)} requests/s: what the bursts and pauses "
-            "together want, more --requests say.",
+            f"The stretch is a burst of a trace with {rate_text(advice.whole_rate_per_s)} requests/s: what the bursts "
+            "and pauses together want, more --requests say.",
             style="yellow",
         )
     if not advice.within_budget:

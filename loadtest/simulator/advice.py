@@ -106,7 +106,8 @@ class Advice:
     no link is enough for that one. gain_ratio: of the rates that were sustained; see Layout for what they are where
     nothing failed. within_budget: False where time ended the search.
     decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
-    trace_rate_per_s: of the stretch; whole_rate_per_s: of all that the trace has. link_source, engine_sources: where
+    trace_rate_per_s: of the stretch, or of all that the trace has where all of it comes at once; whole_rate_per_s: of
+    all; is_burst: the stretch leaves pauses of it out. link_source, engine_sources: where
     the link's rate and the engine's sizes, by their names, are from."""
 
     disaggregate: bool
@@ -120,6 +121,7 @@ class Advice:
     sentence: str
     trace_rate_per_s: float
     whole_rate_per_s: float
+    is_burst: bool
     simulated_requests: int
     slo_ttft_ms: float
     slo_tpot_ms: float

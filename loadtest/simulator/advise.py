@@ -51,6 +51,7 @@ MOST_SIMULATED = 8_000  # requests of one run: some 4 s
 MOST_GAIN = 1000.0  # also where colocated instances sustain nothing: JSON has no infinity
 SEARCH_SHARE = 0.75  # of the budget; the rest is for the link
 LINK_STEPS = 7
+BURST = 1.5  # times the whole trace's rate: so dense a stretch has its pauses left out
 REACH = MOST_DOUBLINGS * STEPS_PER_DOUBLING  # steps from the trace's own rate, either way
 LEAST_TTFT_MS, LEAST_TPOT_MS = 2_000.0, 50.0
 
@@ -106,7 +107,14 @@ class Advisor:
             raise InvalidRequest(
                 f"a request of {longest} tokens has no room in the {room} of an engine: see --tp, --gpu"
             )
-        self._trace = EndlessTrace(self._requests, question.slo)
+        own, whole = mean_rate_per_s(self._requests), mean_rate_per_s(question.requests)
+        if not own and not whole:
+            raise InvalidRequest(
+                "the trace has no rate: all of its requests come at one time; give a longer part of it, or lengths "
+                "without times and --rate"
+            )
+        self._whole_rate_per_s, self._is_burst = whole, not own or own > BURST * whole > 0
+        self._trace = EndlessTrace(self._requests, question.slo, own or whole)
         self._elapsed_s, self._budget_s = elapsed_s, budget_s
         self._deadline_s = budget_s * SEARCH_SHARE
         self._num_simulations = 0
@@ -300,7 +308,8 @@ class Advisor:
             decided=decided,
             sentence=words if decided else undecided(layouts),
             trace_rate_per_s=rounded(self._trace.rate_per_s),
-            whole_rate_per_s=rounded(mean_rate_per_s(question.requests)),
+            whole_rate_per_s=rounded(self._whole_rate_per_s),
+            is_burst=self._is_burst,
             simulated_requests=len(self._requests),
             slo_ttft_ms=question.slo.ttft_ms,
             slo_tpot_ms=question.slo.tpot_ms,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loadtest.reports.summary import Slo
-from loadtest.simulator.request import SimRequest, faster, mean_rate_per_s
+from loadtest.simulator.request import SimRequest, faster
 from shared.ids import BlockHash
 
 LEAST_MS = 30_000.0  # of arrivals that count
@@ -45,14 +45,15 @@ class Load:
 
 
 class EndlessTrace:
-    """Copies of a stretch in a row, at its mean rate; the tokens, sessions and ids of each copy are its own.
+    """Copies of a stretch in a row, at its mean rate (where all of it comes at once: that of the trace it is from); the
+    tokens, sessions and ids of each copy are its own.
 
     What counts is a whole number of copies, so that every request of the stretch weighs the same. The warm-up is twice
     the TTFT limit, or as long as a mean answer may take, up to LEAST_MS: before that, decodes are still becoming more.
     """
 
-    def __init__(self, requests: Sequence[SimRequest], slo: Slo) -> None:
-        self.rate_per_s = mean_rate_per_s(requests) or 1.0
+    def __init__(self, requests: Sequence[SimRequest], slo: Slo, rate_per_s: float) -> None:
+        self.rate_per_s = rate_per_s
         self._stretch = list(requests)
         self._num_ids = max(request.request_id for request in requests) + 1
         self._copies = list(requests)  # as many as were needed so far

@@ -17,6 +17,7 @@ from loadtest.simulator.advice import BreakEven, Layout, LinkNow, sentence
 from loadtest.simulator.advise import Advisor, Question, default_slo
 from loadtest.simulator.hardware import from_coefficients, from_data_sheet, from_file, model_shape
 from loadtest.simulator.known import Setting
+from loadtest.simulator.request import mean_rate_per_s
 from loadtest.simulator.sustained import EndlessTrace
 from shared.errors import InvalidRequest, SettingsError
 from tests.support.simulated import conversations, mooncake_lines, plain
@@ -60,7 +61,7 @@ def test_the_runs_at_the_traces_own_rate_keep_to_the_budget_too():
 
 
 def test_a_run_lasts_no_longer_than_is_simulated_however_late_a_first_token_may_be():
-    trace = EndlessTrace(STEADY, Slo(600_000, 50))
+    trace = EndlessTrace(STEADY, Slo(600_000, 50), 4.0)
     assert trace.num_at(1.0) <= 1_200 + len(STEADY)
     for ttft_ms in (600_001, math.inf):
         with pytest.raises(InvalidRequest, match="--slo-ttft-ms of at most 600000"):
@@ -87,7 +88,7 @@ def test_where_a_run_may_not_be_long_enough_the_rate_is_said_to_be_at_least():
 
 def test_copies_of_a_trace_share_nothing_with_one_another_and_keep_what_is_shared_within():
     first = conversations(3)
-    trace = EndlessTrace(first, Slo(2000, 50))
+    trace = EndlessTrace(first, Slo(2000, 50), mean_rate_per_s(first))
     load = trace.at(trace.rate_per_s * 4)
     n = len(first)
     assert load.num_judged % n == 0

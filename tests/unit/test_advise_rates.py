@@ -1,0 +1,49 @@
+"""`quire advise`: the rate of a stretch whose requests all come at once is its trace's, which may have none."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.local.cli import app
+from loadtest.reports.summary import Slo
+from loadtest.simulator.advise import Advisor, Question
+from loadtest.simulator.hardware import from_data_sheet
+from loadtest.simulator.request import mean_rate_per_s
+from shared.errors import InvalidRequest
+from tests.support.simulated import plain
+
+MACHINE = from_data_sheet("h200", "llama-8b")
+# 40 at once, then one every 10 s
+TICK = [plain(n, 10_000.0 * max(0, n - 39), 3_000, 5) for n in range(80)]
+
+
+def advised(requests, most=40):
+    question = Question(requests, MACHINE, 2, Slo(0.01, 50), most_requests=most)
+    return Advisor(question, lambda: 0.0, 1.0).advise()
+
+
+def test_a_stretch_at_one_instant_has_the_rate_of_its_trace_and_is_a_burst_of_it():
+    advice = advised(TICK)
+    assert (
+        advice.trace_rate_per_s == advice.whole_rate_per_s == pytest.approx(mean_rate_per_s(TICK), abs=1e-4)
+    )
+    assert advice.is_burst
+    assert not advised(TICK, most=80).is_burst
+
+
+def test_a_trace_that_comes_all_at_once_is_said_to_have_no_rate():
+    for requests in (TICK[:1], TICK[:40]):
+        with pytest.raises(InvalidRequest, match="no rate: all of its requests come at one time"):
+            advised(requests)
+
+
+def test_the_command_says_that_the_one_tick_is_a_burst(tmp_path):
+    path = tmp_path / "t.csv"
+    rows = "".join(f"{one.arrival_ms:.0f},3000,5\n" for one in TICK)
+    path.write_text("timestamp,input_tokens,output_tokens\n" + rows)
+    words = ["advise", str(path), "--gpus", "2", "--slo-ttft-ms", "0.01", "--requests", "40"]
+    told = " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert "40 requests at 0.20/s" in told
+    assert "The stretch is a burst of a trace with 0.20 requests/s" in told
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["is_burst"]
