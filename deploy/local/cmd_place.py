@@ -105,7 +105,7 @@ def _show(question: PlacementQuestion, answer: Placement, seconds: float) -> Non
         _show_pairs(answer)
         _show_misfits(answer, unfit)
     gpus = sum(server.gpus * server.count for server in question.servers)
-    lent = answer.lent_bytes - sum(min(pair.needed_bytes, pair.offered_bytes) for pair in unfit)
+    lent = answer.lent_bytes - answer.unfit_bytes
     rest = answer.needed_bytes - lent
     out.print(
         f"{len(answer.instances)} instances on {gpus} GPUs in {seconds:.1f} s. "

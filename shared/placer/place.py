@@ -224,6 +224,7 @@ def _placement(named: _Named, found: Assignment) -> Placement:
         gap_ratio=found.gap_ratio,
         needed_bytes=sum(i.bytes_per_gpu * len(i.gpus) for i in instances if i.role == "consumer"),
         lent_bytes=sum(min(pair.needed_bytes, pair.offered_bytes) for pair in pairs),
+        unfit_bytes=sum(min(pair.needed_bytes, pair.offered_bytes) for pair in pairs if pair.why_not),
         timed_out=found.timed_out,
     )
 
@@ -239,13 +240,15 @@ def _server(
         first += model.tp
         if model.bytes_per_gpu:
             shards[model.role] += [
-                Shard(name, n, model.bytes_per_gpu, gpu) for n, gpu in enumerate(gpus[name])
+                Shard(name, n, model.bytes_per_gpu, gpu, model.tp, model.page_bytes)
+                for n, gpu in enumerate(gpus[name])
             ]
     models = dict(held)
     pairs = match(shards["consumer"], shards["producer"])
     lent: dict[str, list[int]] = {}
     for consumer, producer in pairs:
-        lent.setdefault(consumer.instance, []).append(min(consumer.size_bytes, producer.size_bytes))
+        if not _why_not(models[producer.instance], models[consumer.instance]):
+            lent.setdefault(consumer.instance, []).append(min(consumer.size_bytes, producer.size_bytes))
     instances = [
         PlacedInstance(
             instance=name,

@@ -49,7 +49,8 @@ class PlacedInstance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     server: str
     gpus: list[int]
     bytes_per_gpu: int = 0
-    lent_bytes_per_gpu: int = 0  # consumer: what every shard gets, because all of them swap the same blocks
+    # consumer: what every shard gets from pairs without a why_not, because all of them swap the same blocks
+    lent_bytes_per_gpu: int = 0
 
 
 class LendingPair(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,8 +87,11 @@ class Placement(Struct, frozen=True, kw_only=True, tag="placement"):
     bound_bytes: int
     gap_ratio: float  # (objective - bound) / objective
     needed_bytes: int  # all consumers' GPUs together
-    lent_bytes: int  # of it by the pairs, also those with a why_not; the rest goes to host memory
+    lent_bytes: int  # of it by the pairs, also those with a why_not: unfit_bytes
     timed_out: bool = False  # the time limit ended the search: another run may answer otherwise
+    unfit_bytes: int = (
+        0  # of lent_bytes, by pairs with a why_not: they and what is not lent go to host memory
+    )
 
 
 class Unplaceable(Struct, frozen=True, kw_only=True, tag="unplaceable"):

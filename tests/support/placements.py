@@ -121,7 +121,10 @@ def check_pairs(answer):
         assert (consumer.instance, consumer.role) == (pair.consumer, "consumer")
         assert (producer.instance, producer.role) == (pair.producer, "producer")
         assert (consumer.bytes_per_gpu, producer.bytes_per_gpu) == (pair.needed_bytes, pair.offered_bytes)
-    assert answer.lent_bytes == sum(min(p.needed_bytes, p.offered_bytes) for p in answer.pairs)
+        assert bool(pair.why_not) == (len(consumer.gpus) != len(producer.gpus))
+    lent = {unfit: sum(min(p.needed_bytes, p.offered_bytes) for p in answer.pairs if bool(p.why_not) is unfit)
+            for unfit in (True, False)}  # fmt: skip
+    assert (answer.lent_bytes, answer.unfit_bytes) == (lent[True] + lent[False], lent[True])
     for server in {i.server for i in answer.instances}:
         blocking = blocking_pairs(answer, server)
         assert not blocking, blocking
@@ -137,7 +140,8 @@ def blocking_pairs(answer, server):
 
     def likes(mine, other):  # more is better
         lent = min(here[mine].bytes_per_gpu, here[other].bytes_per_gpu)
-        return lent, lent - here[other].bytes_per_gpu
+        fits = len(here[mine].gpus) == len(here[other].gpus)
+        return fits, lent, lent - here[other].bytes_per_gpu
 
     def would(mine, other):
         return mine not in partner or likes(mine, other) > likes(mine, partner[mine])

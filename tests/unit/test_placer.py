@@ -63,6 +63,37 @@ def test_large_offers_go_to_large_needs_and_ties_to_the_first_name():
     assert [(c.instance, p.instance) for c, p in match(needs, offers[:1])] == [("b", "x")]
 
 
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_who_can_be_served_is_no_matter_of_names(name):
+    servers = [PlacerServer(name="s", gpus=5, gpu_memory_bytes=80 * GB)]
+    models = [
+        PlacerModel(model="c", role="consumer", tp=2, bytes_per_gpu=20 * GB),
+        PlacerModel(model="b", role="producer", tp=2, bytes_per_gpu=30 * GB),
+        PlacerModel(model=name, role="producer", bytes_per_gpu=30 * GB),
+    ]
+    answer = place(PlacementQuestion(servers=servers, models=models), still)
+    assert {(pair.producer, pair.why_not) for pair in answer.pairs} == {("b/0", "")}
+    assert (answer.lent_bytes, answer.unfit_bytes) == (40 * GB, 0)
+
+
+def test_a_pair_that_can_be_served_is_preferred_to_one_that_would_lend_more():
+    need = Shard("c", 0, 20, ranks=2, page_bytes=2)
+    offers = [Shard("a", 0, 30, ranks=1), Shard("b", 0, 20, ranks=2, page_bytes=1), Shard("d", 0, 9, ranks=2)]
+    assert [producer.instance for _, producer in match([need], offers)] == ["d"]
+    assert [producer.instance for _, producer in match([need], offers[:2])] == ["b"], "any, where none fits"
+    needs = [need, Shard("e", 0, 20, ranks=1)]
+    assert [consumer.instance for consumer, _ in match(needs, offers[:1])] == ["e"]
+
+
+def test_what_no_mempool_can_lend_is_counted_apart_and_is_nobodys_share():
+    asked = question([(4, 80, 1)], [(2, -20, 1), (1, 40, 1), (1, 35, 1)])
+    answer = place(asked, still)
+    assert (answer.lent_bytes, answer.unfit_bytes) == (40 * GB, 40 * GB)
+    assert {one.model: one.lent_bytes_per_gpu for one in answer.instances} == dict.fromkeys(
+        ("model0", "model1", "model2"), 0
+    )
+
+
 @pytest.mark.parametrize(
     ("servers", "models", "reason", "left"),
     [
