@@ -89,7 +89,8 @@ class Assigner:
 
     def _possible_levels(self) -> list[int]:
         """Levels of imbalance, ascending, without those below which the widths and roles alone forbid everything."""
-        levels = [level for level in self.problem.levels() if level >= self.problem.imbalance_floor()]
+        floor = self.problem.imbalance_floor()
+        levels = [level for level in self.problem.levels() if level >= floor]
         buckets = choose_buckets(self.problem, FEW_PATTERNS)
         if buckets is None:
             return levels

@@ -108,17 +108,23 @@ def _most(problem: Problem, buckets: Buckets, b: int, shape: Shape) -> int:
 
 
 def _few(problem: Problem, buckets: Buckets, most: int) -> bool:
-    return all(_count(problem, buckets, shape) <= most for shape in problem.shapes)
+    return all(_has_few(problem, buckets, shape, most) for shape in problem.shapes)
 
 
-def _count(problem: Problem, buckets: Buckets, shape: Shape) -> int:
-    """Patterns of a shape, by the GPUs that they use; without enumerating them."""
+def _has_few(problem: Problem, buckets: Buckets, shape: Shape, most: int) -> bool:
+    """Whether a shape has no more than `most` patterns, by the GPUs that they use; without enumerating them.
+
+    Cost: O(GPUs) a bucket, of as many buckets as have so few.
+    """
     ways = [1] + [0] * shape.gpus
     for b in range(len(buckets)):
-        tp = problem.kinds[buckets.first[b]].tp
-        most = _most(problem, buckets, b, shape)
-        ways = [
-            sum(ways[used - n * tp] for n in range(min(most, used // tp) + 1))
-            for used in range(shape.gpus + 1)
-        ]
-    return sum(ways)
+        tp, room = problem.kinds[buckets.first[b]].tp, _most(problem, buckets, b, shape)
+        found = list(ways)
+        for used in range(tp, shape.gpus + 1):  # sums of 0 to `room` instances, each from the one before
+            found[used] += found[used - tp]
+            if (beyond := used - (room + 1) * tp) >= 0:
+                found[used] -= ways[beyond]
+        ways = found
+        if sum(ways) > most:
+            return False
+    return True

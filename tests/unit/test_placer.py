@@ -11,10 +11,11 @@ from deploy.local.cli import app
 from deploy.local.placement_file import read
 from loadtest.profiler.core.profile import Profile, encode
 from shared.errors import InvalidRequest, SettingsError
-from shared.placer import packing
+from shared.placer import packing, patterns
 from shared.placer.highs import IntegerAnswer
 from shared.placer.matching import Shard, match
 from shared.placer.place import place
+from shared.placer.problem import Kind, Problem, Shape
 from shared.wire import lending
 from shared.wire.placer import Placement, PlacementQuestion, PlacerModel, PlacerReply, PlacerServer
 from tests.support.placements import GB, check_placement, question
@@ -54,6 +55,25 @@ def test_a_consumer_whose_group_is_not_served_as_a_whole_is_not_called_served():
     answer = place(question([(4, 80, 1)], [(2, -20, 1), (1, 40, 1)]), still)
     assert len(answer.pairs) == 1
     assert {i.model: i.lent_bytes_per_gpu for i in answer.instances} == {"model0": 0, "model1": 0}
+
+
+def test_patterns_of_large_servers_are_counted_no_further_than_is_asked(monkeypatch):
+    kinds = [Kind(1 + n % 2, size) for n, size in enumerate(range(-150, 150))]
+    large, looks = Problem(kinds, [Shape(1024, 80)]), []
+    most_of = patterns._most
+    monkeypatch.setattr(patterns, "_most", lambda *args: looks.append(args[2]) or most_of(*args))
+    assert patterns.choose_buckets(large, 160_000) is None
+    assert len(looks) < 30, "at buckets, of more than 300"
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8, 13])
+def test_patterns_are_counted_as_they_are_enumerated(gpus):
+    kinds = [Kind(1, 5, 3), Kind(2, -7, 9), Kind(4, 1, 2), Kind(1, 0, 20)]
+    problem = Problem(kinds, [Shape(gpus, 6)])
+    every = patterns.Buckets((0, 1, 2, 3, 4))
+    count = len(patterns.enumerate_patterns(problem, every, problem.shapes[0]).contents)
+    assert patterns.choose_buckets(problem, count) == every
+    assert patterns.choose_buckets(problem, count - 1) != every
 
 
 def test_large_offers_go_to_large_needs_and_ties_to_the_first_name():
