@@ -95,8 +95,10 @@ def load_result(path: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from error
-    if "samples_file" in result:
+    if isinstance(result, dict) and "samples_file" in result:
         name = result.pop("samples_file")
+        if not isinstance(name, str):
+            raise ValueError(f"{path.name} has its samples in {name}, which is no name of a file")
         try:
             result["samples"] = json.loads(lzma.decompress((path.parent / name).read_bytes()))
         except (OSError, lzma.LZMAError, ValueError) as error:

@@ -74,8 +74,8 @@ def advise(
     from loadtest.simulator.advise import Advisor, Question, default_slo
     from loadtest.simulator.known import setting_of
 
-    if gpus < 1 or tp < 0 or requests < 10 or not 0 < share <= 1:
-        raise SettingsError("--gpus is at least 1, --tp not negative, --requests 10, --share in (0, 1]")
+    if gpus < 1 or min(tp, memory_tokens) < 0 or requests < 10 or not 0 < share <= 1:
+        raise SettingsError("at least: --gpus 1, --tp, --memory-tokens 0, --requests 10; --share in (0, 1]")
     if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
         raise SettingsError(f"--link-gb-per-s {link_gb_per_s:g}: want a number above 0")
     for flag, value in (("--slo-ttft-ms", slo_ttft_ms), ("--slo-tpot-ms", slo_tpot_ms), ("--rate", rate)):

@@ -159,6 +159,8 @@ def _size(value: Any) -> float | None:
     """Infinite where it has hundreds of digits; None: it is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, float) and value.is_integer():  # 80e9 is one to TOML and JSON
+        return value
     if isinstance(value, str) and (found := SIZE.fullmatch(value.strip())):
         number, unit = float(found[1]), found[2].lower()
         if unit in UNITS:

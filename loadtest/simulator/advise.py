@@ -73,12 +73,13 @@ class Question:
 
 
 def default_slo(requests: Sequence[SimRequest], machine: Machine) -> Slo:
-    """Three times a long prompt's prefill alone, twice a lonely decode step, and never tighter than 2 s and 50 ms."""
+    """Three times a long prompt's prefill alone, twice a lonely decode step; never tighter than 2 s and 50 ms, and no
+    TTFT beyond MOST_MS."""
     prices = machine.prices
     long_prompt = quantile([request.prompt_tokens for request in requests], 0.9)
     ttft_ms = 3 * (prices.prefill_ms(int(long_prompt)) + prices.outside_ms(int(long_prompt)))
     return Slo(
-        max(LEAST_TTFT_MS, round(ttft_ms, -2)),
+        min(MOST_MS, max(LEAST_TTFT_MS, round(ttft_ms, -2))),
         max(LEAST_TPOT_MS, round(2 * prices.decode_ms(1, int(long_prompt)))),
     )
 
@@ -94,11 +95,6 @@ class Advisor:
             raise InvalidRequest(
                 f"{question.instances} instance cannot be divided into prefill and decode: give at least 2 instances"
             )
-        if question.slo.ttft_ms > MOST_MS:
-            raise InvalidRequest(
-                f"a TTFT limit of {question.slo.ttft_ms:g} ms is longer than a rate is simulated for: give "
-                f"--slo-ttft-ms of at most {MOST_MS:g}"
-            )
         self._question = question
         self._requests = densest(question.requests, question.most_requests)
         longest = max(one.prompt_tokens + one.output_tokens for one in self._requests)
@@ -106,6 +102,11 @@ class Advisor:
         if longest > room:
             raise InvalidRequest(
                 f"a request of {longest} tokens has no room in the {room} of an engine: see --tp, --gpu"
+            )
+        if question.slo.ttft_ms > MOST_MS:
+            raise InvalidRequest(
+                f"a TTFT limit of {question.slo.ttft_ms:g} ms is longer than a rate is simulated for: give "
+                f"--slo-ttft-ms of at most {MOST_MS:g}"
             )
         own, whole = mean_rate_per_s(self._requests), mean_rate_per_s(question.requests)
         if not own and not whole:

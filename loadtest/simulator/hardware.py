@@ -170,9 +170,12 @@ def _config(model: str) -> dict[str, Any]:
             f"model {model!r} is none of {', '.join(MODELS)} and no folder with a config.json"
         )
     try:
-        return json.loads(config.read_text())
+        found = json.loads(config.read_text())
     except ValueError as error:
         raise SettingsError(f"{config} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{config} has to be an object, as of a Hugging Face model")
+    return found
 
 
 def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "", model: str = "") -> Machine:
@@ -191,9 +194,9 @@ def from_file(path: Path, *, memory_tokens: int = 0, tp: int = 0, gpu: str = "",
     if isinstance(read, dict) and isinstance(read.get("samples"), list):
         read = _of_result(read["samples"], path, tp=tp, gpu=gpu, model=model)
         if not memory_tokens and gpu.lower() in GPUS and model:
-            sheet = from_data_sheet(gpu, model, tp=tp or read.get("tp", 1))
-            found = from_coefficients(read, memory_tokens=sheet.memory_tokens, source=path.name, tp=tp)
-            return replace(found, memory_source=sheet.memory_source)
+            found = from_coefficients(read, memory_tokens=MEMORY_TOKENS, source=path.name, tp=tp)
+            sheet = from_data_sheet(gpu, model, tp=found.prices.coefficients.tp)
+            return replace(found, memory_tokens=sheet.memory_tokens, memory_source=sheet.memory_source)
     return from_coefficients(read, memory_tokens=memory_tokens, source=path.name, tp=tp)
 
 
@@ -205,13 +208,15 @@ def measured(samples: Sequence[Any], *, gpu: str = "", model: str = "", tp: int 
     for row in samples:
         if not isinstance(row, dict) or row.get("part") != "model" or row.get("profile") != -1:
             continue
-        same = row["coefficients"]["shape"]
+        coefficients = row.get("coefficients")
+        same = coefficients.get("shape") if isinstance(coefficients, dict) else None
         if (
-            gpu.lower() in ("", row["device"])
-            and tp in (0, row["tp"])
+            isinstance(same, dict)
+            and gpu.lower() in ("", row.get("device"))
+            and tp in (0, row.get("tp"))
             and all(same.get(key, value) == value for key, value in shape.items())
         ):
-            found.append(row["coefficients"])
+            found.append(coefficients)
     return found
 
 
@@ -225,7 +230,7 @@ def _of_result(samples: Sequence[Any], path: Path, *, tp: int, gpu: str, model: 
         )
     fits = measured(samples, gpu=gpu, model=model, tp=tp) or measured(samples, gpu=gpu, model=model)
     if not fits:
-        devices = ", ".join(sorted({str(one["device"]) for one in known}))
+        devices = ", ".join(sorted({str(one.get("device")) for one in known}))
         raise SettingsError(
             f"{path} has no costs of {model or 'this model'} on {gpu or 'this GPU'}; it was measured on {devices}: see "
             "--gpu and --model"

@@ -194,7 +194,7 @@ def _azure_rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[Row]:
             continue
         where = f"{path}:{reader.line_num}"
         try:
-            length, output = (int(_column(row, name)) for name in ("contexttokens", "generatedtokens"))
+            length, output = (_count(_column(row, name)) for name in ("contexttokens", "generatedtokens"))
             at_ms, is_date = _at_ms(_column(row, "timestamp")) if has_times else (math.nan, False)
             if has_dates not in (None, is_date):
                 raise ValueError("dates and milliseconds in one file")
@@ -204,6 +204,14 @@ def _azure_rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[Row]:
                 f"{where}: no line of an Azure trace: {error!r}; expected {AZURE_LINE}"
             ) from None
         yield _checked(where, at_ms, length, output, [])
+
+
+def _count(text: str) -> int:
+    """Of tokens: 100, or 100.0 as data frames write it. Raises: see _whole."""
+    try:
+        return int(text)
+    except ValueError:
+        return _whole(float(text))
 
 
 def _column(row: dict[str, str], name: str) -> str:

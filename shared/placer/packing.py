@@ -54,6 +54,12 @@ def reasons(problem: Problem) -> list[str]:
         for kind in problem.kinds
         if kind.bytes_per_gpu > roomiest
     ]
+    found += [
+        f"tensor parallelism {kind.tp} with {kind.bytes_per_gpu} bytes to lend of each GPU: no server has both as many "
+        f"GPUs and as much memory in each: {kind.count} instance(s)"
+        for kind in problem.kinds
+        if kind.tp <= largest and kind.bytes_per_gpu <= roomiest and not _fits_anywhere(problem, kind)
+    ]
     needed = int(problem.counts @ problem.tp)
     there = sum(shape.gpus * shape.count for shape in problem.shapes)
     if needed > there:
@@ -68,6 +74,11 @@ def reasons(problem: Problem) -> list[str]:
             )
             break
     return found
+
+
+def _fits_anywhere(problem: Problem, kind: Kind) -> bool:
+    """Alone."""
+    return any(problem.most(kind, shape) for shape in problem.shapes)
 
 
 def _allowed(problem: Problem, kind: Kind, server: int) -> bool:
