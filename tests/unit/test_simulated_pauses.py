@@ -11,8 +11,9 @@ from loadtest.simulator import reports
 from loadtest.simulator.advise import Advisor, Question
 from loadtest.simulator.cluster import Simulation, simulate
 from loadtest.simulator.hardware import from_data_sheet
-from loadtest.simulator.links import gb_per_s
+from loadtest.simulator.links import Rate, gb_per_s
 from loadtest.simulator.spec import ClusterSpec, Death, roles_of
+from services.scheduler.core.predict import CostSettings
 from tests.support.simulated import BLOCK_TOKENS, PRICES, conversations, plain
 
 MACHINE = from_data_sheet("h200", "llama-8b")
@@ -51,6 +52,19 @@ def test_behind_a_pause_everything_goes_on_as_if_every_report_had_been_heard(see
     heard = simulate(spec, PRICES, requests)
     assert found.num_events < 0.8 * heard.num_events
     assert replace(found, num_events=0) == replace(heard, num_events=0)
+
+
+def test_nothing_is_passed_over_while_a_request_waits(monkeypatch):
+    # decode has room for three, whose KV is long on its way; the fourth is held for 5 s, as reports find
+    spec = ClusterSpec(
+        roles_of(1, 1), block_tokens=16, memory_tokens=640, cost=CostSettings(disaggregation="always"),
+        remote=Rate(0.0, 1.0),
+    )  # fmt: skip
+    requests = [plain(n, n * 5.0, 160, 120) for n in range(4)]
+    found = simulate(spec, PRICES, requests)
+    assert any("It waited 5" in one.reason for one in found.outcomes)
+    monkeypatch.setattr(reports, "IDLE_MS", math.inf)
+    assert simulate(spec, PRICES, requests).outcomes == found.outcomes
 
 
 def test_a_run_ends_when_its_time_does_though_no_request_has_ended():
