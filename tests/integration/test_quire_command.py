@@ -369,7 +369,8 @@ def test_a_cluster_from_up_to_down(quire, tmp_path):
         sizes |= {"max_num_seqs": 64, "pd_caching": "3"}
         assert models["decode-0"]["engine"] == sizes
         trace = tmp_path / "trace.csv"
-        trace.write_text("timestamp,input_tokens,output_tokens\n" + "0,50,5\n" * 10)
+        rows = "".join(f"{1_000 * second},50,5\n" for second in range(10))
+        trace.write_text(f"timestamp,input_tokens,output_tokens\n{rows}")
         flags = ("--cost", "running", "--gpus", "2", "--requests", "10", "--json", "--slo-ttft-ms", "0.01")
         advice = json.loads(quire("advise", str(trace), *flags).stdout)
         assert advice["engine"]["memory_tokens"] == sizes["kv_tokens"] > 0
