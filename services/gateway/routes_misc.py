@@ -1,6 +1,6 @@
 """Everything that is no completion: models, tokenizing, health, readiness, metrics."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -16,6 +16,9 @@ from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
 from services.gateway.request import check_model
 from shared.errors import ModelNotFound, PromptTooLong
 from shared.observe import metrics as observed
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 MAX_TOKENS = 1 << 20  # of /tokenize and /detokenize, or the context where it is longer
 
@@ -59,24 +62,26 @@ async def metrics() -> Response:
     )
 
 
-def _in_flight_of_all(folder: str) -> int:
-    """As all processes of this gateway counted half a second ago."""
+def _registry_of_all(folder: str) -> "CollectorRegistry":
+    """What all processes of this gateway have counted."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.multiprocess import MultiProcessCollector
 
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)
-    found = [each.samples for each in registry.collect() if each.name == IN_FLIGHT_NAME]
+    return registry
+
+
+def _in_flight_of_all(folder: str) -> int:
+    """As of half a second ago."""
+    found = [each.samples for each in _registry_of_all(folder).collect() if each.name == IN_FLIGHT_NAME]
     return int(sum(sample.value for samples in found for sample in samples))
 
 
 def _render_shared(folder: str) -> bytes:
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client import generate_latest
 
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=folder)
-    return generate_latest(registry)
+    return generate_latest(_registry_of_all(folder))
 
 
 @router.get("/v1/models", summary="The models that this cluster serves.")

@@ -299,6 +299,22 @@ def answers(*codes: str) -> list[object]:
     return [msgspec.structs.replace(ATTACHED, memory_id=Epoch(1)), *refused]
 
 
+def stays_attached(monkeypatch, folder, make_link):
+    """(the memory, its thread, its links so far, each made of how many there were)."""
+    links: list[Link] = []
+
+    def new_link(_self):
+        links.append(make_link(len(links)))
+        return links[-1]
+
+    monkeypatch.setattr(RankMemory, "_new_link", new_link)
+    memory = RankMemory(folder / "m", InstanceId("e"), DESCRIPTION, 0)
+    others = set(threading.enumerate())
+    memory.stay_attached()
+    (thread,) = set(threading.enumerate()) - others
+    return memory, thread, links
+
+
 PASSING = ("descriptors.exhausted", "pages.exhausted", "peer.credentials")
 
 
@@ -306,17 +322,8 @@ PASSING = ("descriptors.exhausted", "pages.exhausted", "peer.credentials")
 async def test_a_rank_that_is_refused_for_what_may_pass_attaches_again(monkeypatch, tmp_path, codes, is_back):
     """Its thread ended with the first refusal: the mempool killed it for its silence, or never served its engine."""
     monkeypatch.setattr(rank_memory, "REFUSED_RETRY_S", 0.0)
-    said, links = [*answers(*codes), ATTACHED], []
-
-    def new_link(_self):
-        links.append(Link(said))
-        return links[-1]
-
-    monkeypatch.setattr(RankMemory, "_new_link", new_link)
-    memory = RankMemory(tmp_path / "m", InstanceId("e"), DESCRIPTION, 0)
-    others = set(threading.enumerate())
-    memory.stay_attached()
-    (thread,) = set(threading.enumerate()) - others
+    said = [*answers(*codes), ATTACHED]
+    memory, thread, links = stays_attached(monkeypatch, tmp_path, lambda _: Link(said))
     memory._down.set()
     await until(lambda: links[-1].is_started and len(links) > 1 if is_back else not thread.is_alive())
     assert len(said) == (0 if is_back else 1)

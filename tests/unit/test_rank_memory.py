@@ -4,10 +4,7 @@ import threading
 
 import pytest
 
-from shared.ids import InstanceId
-from shared.mempool.rank_memory import RankMemory
-from tests.unit.mempool_harness import DESCRIPTION
-from tests.unit.test_mempool_out_of_room import ATTACHED, Link, answers
+from tests.unit.test_mempool_out_of_room import ATTACHED, Link, answers, stays_attached
 
 LIMIT_S = 60
 
@@ -32,18 +29,7 @@ class SlowLink(Link):
 @pytest.fixture
 def attached(monkeypatch, tmp_path):
     """(the memory, its thread, its links: the first is up, the next one slow)."""
-    links = []
-
-    def new_link(_self):
-        links.append(SlowLink() if links else Link(answers()))
-        return links[-1]
-
-    monkeypatch.setattr(RankMemory, "_new_link", new_link)
-    memory = RankMemory(tmp_path / "m", InstanceId("e"), DESCRIPTION, 0)
-    others = set(threading.enumerate())
-    memory.stay_attached()
-    (thread,) = set(threading.enumerate()) - others
-    return memory, thread, links
+    return stays_attached(monkeypatch, tmp_path, lambda number: SlowLink() if number else Link(answers()))
 
 
 def test_the_thread_of_a_memory_that_is_closed_ends(attached):
