@@ -8,7 +8,9 @@ for a little more than the context, GPU 1 lends. Each turn: short prompts push t
 memory into the tier, then a request comes with the same context and other tokens at its end. One code path: the mempool
 brings the blocks back from wherever they are (services/mempool/core/pulls.py); only that place differs.
 
-TTFT = reload (the receipt's `fetch`) + prefill of what is new (its `compute`) + its `queue` + everything else.
+TTFT = reload (the receipt's `fetch`) + prefill of what is new (its `prefill`) + its `queue` + everything else. The
+first token is known by its row of log probabilities: random weights say no text, and to be told its id is to be sent
+the prompt's too, which takes a client longer to read than the gateway takes in all.
 `ceiling`: plain copies of as many bytes to GPU 0, from GPU 1 and from page-locked host memory, by nothing of Quire, in
 the same run.
 """
@@ -85,10 +87,10 @@ def _ratios(out: Metrics) -> Metrics:
 
 def parts_ms(row: Mapping[str, Any]) -> dict[str, float]:
     """Of a time to first token."""
-    other = row["ttft_ms"] - row["fetch_ms"] - row["compute_ms"] - row["queue_ms"]
+    other = row["ttft_ms"] - row["fetch_ms"] - row["prefill_ms"] - row["queue_ms"]
     parts = {
         "reload": row["fetch_ms"],
-        "prefill": row["compute_ms"],
+        "prefill": row["prefill_ms"],
         "queue": row["queue_ms"],
         "other": other,
     }
@@ -116,13 +118,13 @@ class Asker:
         """TTFT over HTTP, and what the receipt says. Raises: RuntimeError on an error."""
         body = {
             "model": self._model, "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "stream": True,
-            "ignore_eos": True, "quire_receipt": True, "return_token_ids": True,
+            "ignore_eos": True, "quire_receipt": True, "logprobs": 0,
         }  # fmt: skip
         events = tier_measure.streamed(self._client, body)  # writing its ids down is the client's time
         begin_s, ttft_ms, receipt = time.perf_counter(), 0.0, None
         for event in events:
             receipt = event.get("quire_receipt") or receipt
-            if not ttft_ms and event["choices"] and event["choices"][0].get("token_ids"):
+            if not ttft_ms and event["choices"] and event["choices"][0].get("logprobs"):
                 ttft_ms = (time.perf_counter() - begin_s) * 1e3
         if receipt is None:
             raise RuntimeError("the answer has no receipt")
@@ -131,7 +133,7 @@ class Asker:
         came = sources.get("peer", 0) + sources.get("dram", 0)
         return {
             "prompt_tokens": len(prompt), "ttft_ms": round(ttft_ms, 3),
-            **{name: round(float(stage.get(name) or 0.0), 3) for name in ("queue_ms", "fetch_ms", "compute_ms")},
+            **{name: round(float(stage.get(name) or 0.0), 3) for name in ("queue_ms", "fetch_ms", "prefill_ms")},
             "sources": sources, "bytes_moved": round(came * self._token_bytes),
         }  # fmt: skip
 
@@ -223,6 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.quick:
         options.repeats = min(2, options.repeats)
     options.tiers = options.tiers.split(",")
+    options.eager = False
     options.fill_tokens = FILL_TOKENS[options.device]
     options.context_bytes = options.context_tokens * options.token_bytes
     options.pool_bytes = int(options.context_bytes * POOL_SHARE)

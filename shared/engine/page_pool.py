@@ -33,6 +33,7 @@ from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
 EVICT_PART = 256  # blocks that the mempool hears of at once: it takes their pages while the next are dropped
+GIVE_PART = 128  # empty pages that it hears of at once: copies into these begin while it hears of the next
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -100,7 +101,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self._expect_nothing_late()
         if asked := self.quota.take_shrink():
             spare = min(asked, len(self.stock))
-            self.quota.give_back(self.give(spare), answers=spare)
+            self._give_back(spare)
             if asked > spare:
                 self._evict(asked - spare, is_replaced=False)
                 self.quota.give_back([], answers=asked - spare)  # though it be that fewer were cached
@@ -112,8 +113,14 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def give_spare(self) -> None:
         """Give back what the mempool asks for as far as it is in stock: no step, begun or to come, knows them."""
-        count = self.quota.take_shrink(len(self.stock))
-        self.quota.give_back(self.give(count), answers=count)
+        self._give_back(self.quota.take_shrink(len(self.stock)))
+
+    def _give_back(self, count: int) -> None:
+        """Of the stock, as it was asked to."""
+        while count > 0:
+            part = min(count, GIVE_PART)
+            count -= part
+            self.quota.give_back(self.give(part), answers=part)
 
     def _vacate(self, pages: list[Owned]) -> None:
         """Let go of those that are in stock, or sealed and used by no request; they are not replaced."""

@@ -29,6 +29,7 @@ class Quota:
 
         self.unpinned: list[list[tuple[int, int]]] = []
         self.given_back: list[tuple[int, int]] = []
+        self.parts: list[int] = []
         self.shrink = self.answered = 0
 
     def unpin(self, pages: list) -> None:
@@ -50,6 +51,7 @@ class Quota:
 
     def give_back(self, pages: list, answers: int = 0) -> None:
         self.given_back += pages
+        self.parts.append(len(pages))
         self.answered += answers
 
 
@@ -160,12 +162,29 @@ def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, 
     assert pool.get_cached_block(HASHES[2], [0]) == [twice]
 
 
-def test_beside_a_step_only_empty_pages_are_given_back(pool):
-    cached(pool)
-    pool.stock.extend(pool.blocks[30:33])
+def test_the_mempool_hears_of_empty_pages_in_parts_and_fills_the_first_meanwhile(pool, monkeypatch):
+    monkeypatch.setattr(page_pool, "GIVE_PART", 3)
+    in_stock(pool, 8)
+    pool.quota.shrink = 7
+    pool.absorb()
+    assert (pool.quota.parts, pool.quota.answered) == ([3, 3, 1], 7)
+    assert sorted(page for page, _ in pool.quota.given_back) == list(range(30, 37)), "one stays"
+    pool.quota.shrink = 1
+    pool.give_spare()
+    assert (pool.quota.parts, pool.quota.answered) == ([3, 3, 1, 1], 8)
+
+
+def in_stock(pool: PageBlockPool, count: int) -> None:
+    """So many empty pages from 29 on."""
+    pool.stock.extend(pool.blocks[30 : 30 + count])
     for block in pool.stock:
         pool.kinds[block.block_id] = STOCK
-    pool.num_owned += 3
+    pool.num_owned += count
+
+
+def test_beside_a_step_only_empty_pages_are_given_back(pool):
+    cached(pool)
+    in_stock(pool, 3)
     pool.quota.shrink = 5
     pool.give_spare()
     assert sorted(page for page, _ in pool.quota.given_back) == [29, 30, 31]

@@ -12,7 +12,7 @@ GB = 10**9
 def reload(tier: str, fetch_ms: float, turn: int = 1) -> dict:
     return {
         "kind": "reload", "tier": tier, "turn": turn, "prompt_tokens": 100_000, "ttft_ms": fetch_ms + 50.0,
-        "fetch_ms": fetch_ms, "compute_ms": 30.0, "queue_ms": 0.1, "sources": {tier: 99_744, "computed": 256},
+        "fetch_ms": fetch_ms, "prefill_ms": 30.0, "queue_ms": 0.1, "sources": {tier: 99_744, "computed": 256},
         "bytes_moved": 13 * GB,
     }  # fmt: skip
 

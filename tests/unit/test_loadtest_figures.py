@@ -196,7 +196,7 @@ def test_bursts_are_drawn_of_a_seed_that_all_systems_have_and_long_ones_say_what
 
 def test_a_reload_is_drawn_with_its_parts_and_its_ceilings(tmp_path):
     head = {"kind": "reload", "prompt_tokens": 100, "ttft_ms": 9.0, "queue_ms": 0.0}
-    row = {**head, "fetch_ms": 5.0, "compute_ms": 3.0, "bytes_moved": 10**9}
+    row = {**head, "fetch_ms": 5.0, "prefill_ms": 3.0, "bytes_moved": 10**9}
     samples = [row | {"tier": tier, "sources": {tier: 90}} for tier in ("peer", "dram")]
     assert "not measured" in drawn(tmp_path, "aqua-09")
     metrics = bench_context_reload.metrics_from_samples(samples)
