@@ -33,11 +33,11 @@ from loadtest.outcomes import Outcome
 from loadtest.processes import Fleet, free_port
 from loadtest.registry import ROOT
 from loadtest.workloads.request import Request
+from shared.engine.worker_config import CPU_SEQS, GPU_SEQS
 
 DEMO_MODEL = ROOT / "deploy" / "models" / "quire-demo"
 SERVED_MODEL = "stock"
 READY_S = 300.0
-MAX_NUM_SEQS = 64  # our workers' default
 # settings of our workers that are vLLM's own; the others say what Quire does
 TOLD = (
     "dtype",
@@ -69,7 +69,7 @@ def serve_words(start: Start, model: Path, port: int) -> list[str]:
     Raises: ValueError for a worker setting that is no JSON.
     """
     is_cuda = start.device == "cuda"
-    worker = {"max_num_seqs": MAX_NUM_SEQS, **start.sections().get("worker", {})}
+    worker = {"max_num_seqs": GPU_SEQS if is_cuda else CPU_SEQS, **start.sections().get("worker", {})}
     cache_bytes = start.cache_bytes or (GPU_CACHE_BYTES if is_cuda else CPU_CACHE_BYTES)
     num_apis = api_processes(start)
     serve = ["vllm.entrypoints.openai.api_server", "--model"]

@@ -26,6 +26,8 @@ from shared.vmm.request_layout import slot_block
 
 logger = logging.getLogger(__name__)
 
+VLLMS_GRAPH_TOKENS = 512  # vLLM records no larger step of its own accord
+
 
 def by_layer(settings: WorkerSettings) -> bool:
     """Whether prompts leave layer by layer while they are computed."""
@@ -93,6 +95,17 @@ def in_memory(settings: WorkerSettings, *, with_pool: bool = True) -> dict[str, 
     return in_pages(settings) if works_in_pages(settings) else by_copies()
 
 
+def graphs(settings: WorkerSettings) -> dict[str, Any]:
+    """Of steps that are recorded: vLLM's choice follows from how many requests run, ours from what prompts take, too.
+
+    A step that is none is launched kernel by kernel: a prompt of 200 tokens, or its end behind a cached beginning, then
+    takes 25 ms where 14 do (8B shape on an H200, docs/decisions/0055).
+    """
+    vllms = min(2 * settings.max_num_seqs, VLLMS_GRAPH_TOKENS)
+    most = min(max(settings.graph_tokens, vllms), settings.max_num_batched_tokens)
+    return {"compilation_config": {"max_cudagraph_capture_size": most}} if settings.graph_tokens else {}
+
+
 def engine_arguments(settings: WorkerSettings, hosted: Mapping[str, Any]) -> dict[str, Any]:
     """All that vLLM is told of an engine; the short engines of worker.weave = auto are told the same (weave_probe.py).
 
@@ -103,6 +116,9 @@ def engine_arguments(settings: WorkerSettings, hosted: Mapping[str, Any]) -> dic
         found["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     if settings.gpu_memory_utilization:
         found["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    is_eager = settings.enforce_eager or current_platform.is_cpu() or has_slots(settings)
+    if not is_eager:
+        found = graphs(settings) | found
     return {
         "model": settings.model_dir,
         "served_model_name": settings.model_name,
@@ -112,7 +128,7 @@ def engine_arguments(settings: WorkerSettings, hosted: Mapping[str, Any]) -> dic
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "block_size": block_size(settings),
-        "enforce_eager": settings.enforce_eager or current_platform.is_cpu() or has_slots(settings),
+        "enforce_eager": is_eager,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",

@@ -34,5 +34,4 @@ def make_engine(settings: WorkerSettings) -> Engine:
         from shared.engine.vllm_engine import VllmEngine
     die_when_crashed()  # its core and ranks: rank_processes.py
 
-    eager = settings.enforce_eager or device == "cpu"
-    return VllmEngine(msgspec.structs.replace(settings, device=device, enforce_eager=eager))
+    return VllmEngine(msgspec.structs.replace(settings, device=device))

@@ -52,7 +52,7 @@ from shared.engine.sampling import honour_seeds, mark_checked, prompt_rows, samp
 from shared.engine.vllm_setup import fork_ranks
 from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
-from shared.engine.worker_config import WorkerSettings, has_slots, works_in_pages
+from shared.engine.worker_config import WorkerSettings, has_slots, on_device, works_in_pages
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
 from shared.kv.words import u32_bytes, u64_bytes
@@ -73,7 +73,7 @@ class VllmEngine:
     known_cost = None
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = settings
+        self.settings = settings = on_device(settings, "cpu" if current_platform.is_cpu() else "cuda")
         dtype = engine_dtype(settings.dtype, settings.model_dir, on_cpu=current_platform.is_cpu())
         if dtype != settings.dtype:
             why = "this CPU has no fast products of 16 bits"

@@ -105,7 +105,7 @@ def _key(settings: WorkerSettings) -> str:
     return key_of(
         {name: config.get(name) for name in SHAPE_FIELDS}, settings.dtype, settings.tensor_parallel_size,
         settings.weave_sms, settings.max_num_batched_tokens, settings.max_num_seqs, settings.enforce_eager,
-        settings.block_tokens, works_in_pages(settings), PROBE, _vllms_own_sums(),
+        settings.graph_tokens, settings.block_tokens, works_in_pages(settings), PROBE, _vllms_own_sums(),
         current_platform.get_device_name(), installed_vllm(), metadata.version("torch"), driver_version(),
         source_digest(),
     )  # fmt: skip

@@ -59,7 +59,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # by the model's shape: docs/page-geometry.md has the table
     block_tokens: int = 0
     max_model_len: int = 0  # 0: the model's own
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0  # requests that run at once; 0: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens: int = 2048
     # whose turn it is in the engine: fcfs (order of arrival) or cfs (fair slices where memory is short, shared/fair)
     local_policy: Literal["fcfs", "cfs"] = "fcfs"
@@ -99,6 +99,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
     enforce_eager: bool = False  # a CPU engine is always eager, and one without block table
+    # steps of at most so many tokens are recorded as CUDA graphs, at least (docs/decisions/0055); 0: vLLM's own choice,
+    # twice max_num_seqs and 512 at most
+    graph_tokens: int = 512
     structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
     structured_any_whitespace: bool = False  # True: a small model may fill its answer with blanks
 
@@ -143,7 +146,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _POSITIVE = (
     "threads", "fair_slice_steps", "fair_chunk_tokens",
-    "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+    "max_num_batched_tokens", "tensor_parallel_size",
     "max_inflight", "max_deadline_ms", "report_interval_ms", "acquire_timeout_ms", "fetch_wait_ms", "handoff_wait_ms",
     "handoff_ttl_ms", "lease_ttl_ms", "hello_timeout_ms", "gateway_silent_ms", "mock_prefill_tokens_per_s",
     "mock_kv_blocks",
@@ -152,11 +155,12 @@ _NOT_NEGATIVE = (
     "block_tokens", "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
-    "handoff_room_ms", "engine_silent_ms",
+    "handoff_room_ms", "engine_silent_ms", "max_num_seqs", "graph_tokens",
 )  # fmt: skip
 
 
 GPU_BLOCK_TOKENS, CPU_BLOCK_TOKENS = 64, 32  # of a block, unless the settings say otherwise
+GPU_SEQS, CPU_SEQS = 256, 64  # requests at once, likewise
 BY_FAIR_FOR = -1  # of a setting that fair_for decides
 MOST_FAR_MOVES = (
     1_024  # at once: what a lender wants back goes in one turn, not in several of the engine's steps each
@@ -170,6 +174,15 @@ def block_tokens(settings: WorkerSettings, *, on_cpu: bool) -> int:
     Without block table on a GPU they follow from the model's shape: engine_arguments.with_slots settles them first.
     """
     return settings.block_tokens or (CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS)
+
+
+def on_device(settings: WorkerSettings, device: str) -> WorkerSettings:
+    """With what follows from the device, "cpu" or "cuda", where the settings leave it open."""
+    on_cpu = device == "cpu"
+    return msgspec.structs.replace(
+        settings, device=device, enforce_eager=settings.enforce_eager or on_cpu,
+        max_num_seqs=settings.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),
+    )  # fmt: skip
 
 
 def works_in_pages(settings: WorkerSettings) -> bool:

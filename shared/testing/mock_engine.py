@@ -25,7 +25,7 @@ from shared.engine.interface import (
     KvUse,
     PromptStep,
 )
-from shared.engine.worker_config import WorkerSettings, block_tokens
+from shared.engine.worker_config import WorkerSettings, block_tokens, on_device
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
 from shared.ids import BlockHash
 from shared.kv.block_hash import hash_blocks, pack_tokens
@@ -63,6 +63,7 @@ class MockEngine:
     def __init__(self, settings: WorkerSettings) -> None:
         if settings.engine != "mock":
             raise SettingsError("the mock engine is for tests: it must be asked for with --engine mock")
+        settings = on_device(settings, "cpu")
         settings = msgspec.structs.replace(settings, block_tokens=block_tokens(settings, on_cpu=True))
         self.settings = settings
         self.vocabulary = MockVocabulary.of_model(settings.model_dir)

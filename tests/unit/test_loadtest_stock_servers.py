@@ -15,8 +15,8 @@ from loadtest.http_client import Client
 from loadtest.locality_cluster import Start
 from loadtest.outcomes import Outcome
 from loadtest.processes import Fleet, StartFailed
-from loadtest.stock_servers import MAX_NUM_SEQS, SessionsInTurn, StockServers, fill_in, serve_words
-from shared.engine.worker_config import WorkerSettings
+from loadtest.stock_servers import SessionsInTurn, StockServers, fill_in, serve_words
+from shared.engine.worker_config import CPU_SEQS, GPU_SEQS
 
 
 def test_plain_servers_are_told_what_our_engines_are_told_and_nothing_of_quire(tmp_path):
@@ -37,12 +37,10 @@ def test_plain_servers_are_told_what_our_engines_are_told_and_nothing_of_quire(t
     assert "--enforce-eager" in words
     assert not {"--role", "--max-num-batched-tokens", "--block-size", "--no-enable-prefix-caching"} & {*words}
     on_cpu = serve_words(Start("cpu", "vllm", cache_bytes=1 << 20), tmp_path, 1)
-    assert on_cpu[on_cpu.index("--max-num-seqs") + 1] == str(MAX_NUM_SEQS)
+    assert on_cpu[on_cpu.index("--max-num-seqs") + 1] == str(CPU_SEQS)
     assert on_cpu[on_cpu.index("--kv-cache-memory-bytes") + 1] == str(1 << 20)
-    defaults = dict(
-        zip(WorkerSettings.__struct_fields__[::-1], WorkerSettings.__struct_defaults__[::-1], strict=False)
-    )
-    assert defaults["max_num_seqs"] == MAX_NUM_SEQS
+    on_gpu = serve_words(Start("cuda", "vllm", cache_bytes=1 << 20), tmp_path, 1)
+    assert on_gpu[on_gpu.index("--max-num-seqs") + 1] == str(GPU_SEQS)
 
 
 def test_every_turn_of_a_session_goes_to_one_server_and_sessions_go_in_turn():
