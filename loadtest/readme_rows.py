@@ -1,4 +1,4 @@
-"""Which figures the README's table has, in its order; readme_table.py writes it."""
+"""Which figures docs/measured.md has, in its order, readme_table.py writes it."""
 
 # (file, metric, what it is, form, bar)
 ROWS: list[tuple[str, str, str, str, str]] = [

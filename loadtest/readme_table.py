@@ -1,16 +1,18 @@
-"""The README's table of figures, from the result files: `python -m loadtest.readme_table` rewrites it."""
+"""`python -m loadtest.readme_table` rewrites the tables of figures in the README and docs/measured.md."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from loadtest.readme_headlines import HEADLINES
 from loadtest.readme_rows import ROWS
 from loadtest.registry import RESULTS, ROOT
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-README = ROOT / "README.md"
+README, ALL = ROOT / "README.md", ROOT / "docs" / "measured.md"
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -19,31 +21,34 @@ def load(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def render() -> str:
-    """Markdown between the marks."""
+def render(target: Path) -> str:
+    """Markdown between the marks of README or ALL."""
+    folder = "" if target == README else "../"
     lines = ["| what | measured | bar | file |", "|---|---|---|---|"]
     machines = set()
     for name, metric, what, form, bar in ROWS:
         found = load(name)
+        if target == README and (name, metric) not in HEADLINES:
+            continue
         if found is None or metric not in found["metrics"]:
             continue
         machine = found["machine"]
         machines.add(f"{machine.get('cpu', 'unknown CPU')}, {machine.get('num_cpus', '?')} cores")
         value = found["metrics"][metric]
         shown = form.format(value / (1 << 30) if metric.endswith("_bytes") else value)
-        lines.append(f"| {what} | {shown} | {bar} | [{name}](loadtest/results/{name}.json) |")
+        lines.append(f"| {what} | {shown} | {bar} | [{name}]({folder}loadtest/results/{name}.json) |")
     if len(lines) == 2:
         return "\n"
     return "\n" + "\n".join(lines) + "\n\nMachine: " + "; ".join(sorted(machines)) + ".\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rewrite the part of the README between the marks."""
+    """Rewrite the part of both between the marks."""
     argparse.ArgumentParser(prog="python -m loadtest.readme_table", description=__doc__).parse_args(argv)
-    text = README.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    README.write_text(head + BEGIN + render() + END + tail)
+    for target in (README, ALL):
+        head, _, rest = target.read_text().partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        target.write_text(head + BEGIN + render(target) + END + tail)
     return 0
 
 

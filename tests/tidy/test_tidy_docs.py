@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtest import readme_table
+from loadtest.readme_headlines import HEADLINES
+from loadtest.readme_rows import ROWS
 from services.coordinator.core import market_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +40,15 @@ def test_every_claim_names_a_file_that_proves_it():
             assert (ROOT / quoted).exists(), f"docs/claims.md names {quoted}"
 
 
-def test_the_readmes_figures_are_those_of_the_result_files():
+@pytest.mark.parametrize("target", [readme_table.README, readme_table.ALL], ids=lambda path: path.name)
+def test_the_figures_in_the_texts_are_those_of_the_result_files(target):
     """`python -m loadtest.readme_table` writes them."""
-    text = (ROOT / "README.md").read_text()
-    between = text.partition(readme_table.BEGIN)[2].partition(readme_table.END)[0]
-    assert between == readme_table.render()
+    between = target.read_text().partition(readme_table.BEGIN)[2].partition(readme_table.END)[0]
+    assert between == readme_table.render(target)
+
+
+def test_every_headline_is_a_row():
+    assert {(name, metric) for name, metric, *_ in ROWS} >= HEADLINES
 
 
 def test_the_table_of_leases_is_the_codes():

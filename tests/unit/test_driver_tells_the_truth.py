@@ -348,8 +348,9 @@ def test_a_folder_that_is_not_there_is_not_all_good(tmp_path, capsys):
 
 def test_help_of_the_table_of_figures_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(readme_table, "README", tmp_path / "README.md")
+    monkeypatch.setattr(readme_table, "ALL", tmp_path / "measured.md")
     with pytest.raises(SystemExit) as ended:
         readme_table.main(["--help"])
     assert ended.value.code == 0
-    assert "rewrites it" in capsys.readouterr().out
+    assert "rewrites the tables" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
