@@ -6,6 +6,8 @@ workers before the first request names them. Losing the coordinator changes noth
 
 from collections.abc import Callable
 
+import msgspec
+
 from shared.kv.layout import EngineDescription
 from shared.observe.log import get_logger
 from shared.transport.membership_client import MembershipPoller
@@ -61,7 +63,18 @@ class Membership:
         self.instances = found.instances
         live = [v for v in found.instances if v.state == "live" and v.description.model == self._model]
         if live:
-            self.description = live[0].description
+            self.description = self._describe(live)
         _log.info("members_changed", members=[f"{v.instance}:{v.state}:{v.epoch}" for v in found.instances])
         if self._on_change is not None:
             self._on_change(found.instances)
+
+    def _describe(self, live: list[InstanceView]) -> EngineDescription:
+        """The model that the scheduler admits: the one known, else of who came first; with the context that all of
+        its instances take."""
+        first = min(live, key=lambda view: view.epoch).description
+        known = self.description.fingerprint if self.description is not None else first.fingerprint
+        alike = [view for view in live if view.description.fingerprint == known]
+        alike = alike or [view for view in live if view.description.fingerprint == first.fingerprint]
+        oldest = min(alike, key=lambda view: view.epoch).description
+        lens = [view.description.max_model_len for view in alike if view.description.max_model_len]
+        return msgspec.structs.replace(oldest, max_model_len=min(lens, default=0))

@@ -87,6 +87,7 @@ class SchedulerReports:
         self._hello_at = 0.0
         self._is_asked = False  # for a Hello, by a Resync that came too soon behind the last one
         self.welcomed = False
+        self.refusal = ""  # why the scheduler places nothing here, as it said last
         self.draining = False
 
     def start(self) -> None:
@@ -138,12 +139,14 @@ class SchedulerReports:
 
     def _on_down(self) -> None:
         self.welcomed = False
+        self.refusal = ""
         _log.warning("scheduler_down", endpoint=self._link.endpoint)
 
     def _on_message(self, _seq: int, message: SchedulerToWorker, _raw: list[bytes]) -> None:
         match message:
             case Welcome():
                 self.welcomed = True
+                self.refusal = ""
                 asked_s = message.report_interval_ms / 1000
                 self._interval_s = min(self._settings.report_interval_ms / 1000, max(0.01, asked_s))
                 _log.info("scheduler_welcomed", epoch=self._epoch)
@@ -156,6 +159,7 @@ class SchedulerReports:
                 self._say_hello_if_due()
             case Refused():
                 self.welcomed = False
+                self.refusal = message.reason
                 _log.warning("scheduler_refused", code=message.code, reason=message.reason)
                 if message.code == StaleEpoch.code:
                     self._on_stale()

@@ -325,6 +325,7 @@ class WorkerShell:
             "registered": self.membership is not None and self.membership.registered,
             "coordinator_problem": self.membership.problem if self.membership is not None else "",
             "scheduler": "welcomed" if self.reports.welcomed else "up" if self.reports.up else "down",
+            "scheduler_problem": self.reports.refusal,
             "mempool": "connected" if self.pages.usable else "none",
             "prompt_tree": "none"
             if self.publisher is None

@@ -21,7 +21,7 @@ LIMITS = InstanceLimits()
 steps = st.one_of(
     st.tuples(
         st.just("hello"), st.sampled_from(NAMES), st.integers(1, 4),
-        st.sampled_from(["prefill", "decode", "colocated"]), st.sampled_from(["f1", "f2"]),
+        st.sampled_from(["prefill", "decode", "colocated"]), st.sampled_from(["f1 x", "f1 y", "f2 x"]),
     ),
     st.tuples(st.just("report"), st.sampled_from(NAMES), st.integers(1, 4), st.booleans(), st.integers(0, 9)),
     st.tuples(st.just("goodbye"), st.sampled_from(NAMES), st.integers(1, 4)),
@@ -41,36 +41,48 @@ class Model:
     """What the messages say, kept in the plainest way."""
 
     def __init__(self):
-        self.members = {}  # name -> (epoch, role, fingerprint, seen_ms, draining)
+        self.members = {}  # name -> (epoch, role, fingerprint and instruction set, seen_ms, draining)
         self.newest = {}
         self.fences = {}
 
-    def live(self, now_ms):
+    def heard(self, now_ms):
         return {
             name: m
             for name, m in self.members.items()
-            if now_ms - m[3] < LIMITS.dead_after_ms and not m[4] and m[0] >= self.fences.get(name, 0)
+            if now_ms - m[3] < LIMITS.dead_after_ms and m[0] >= self.fences.get(name, 0)
         }
+
+    def live(self, now_ms):
+        return {name: m for name, m in self.heard(now_ms).items() if not m[4]}
+
+    def is_other(self, name, kind, now_ms):
+        """Another model than that of the others."""
+        return any(kind[:2] != m[2][:2] for other, m in self.heard(now_ms).items() if other != name)
 
 
 def apply(step, model, placer, now_ms, seq, cost):
     instances = placer.instances
     kind, *rest = step
     if kind == "hello":
-        name, epoch, role, fingerprint = rest
-        told = hello(name, epoch, role, description=description(fingerprint=fingerprint), cost=cost)
+        name, epoch, role, made = rest
+        fingerprint, isa = made.split()
+        told = hello(name, epoch, role, description=description("demo", fingerprint, isa=isa), cost=cost)
         answer = instances.hello(told, now_ms=now_ms)
-        assert isinstance(answer, Welcome) == (epoch >= model.newest.get(name, 0))
-        if epoch >= model.newest.get(name, 0):
+        is_good = epoch >= model.newest.get(name, 0) and not model.is_other(name, made, now_ms)
+        assert isinstance(answer, Welcome) == is_good
+        if is_good:
             model.newest[name] = epoch
-            model.members[name] = (epoch, role, fingerprint, now_ms, False)
+            model.members[name] = (epoch, role, made, now_ms, False)
     elif kind == "report":
         name, epoch, draining, busy = rest
         load = {"num_running": busy, "queued_prefill_ms": 40.0 * busy}
         instances.report(report(name, epoch, seq, draining=draining, **load), now_ms=now_ms)
         member = model.members.get(name)
         if member and member[0] == epoch:
-            model.members[name] = (*member[:3], now_ms, draining)
+            if name not in model.heard(now_ms) and model.is_other(name, member[2], now_ms):
+                del model.members[name]
+            else:
+                model.members[name] = (*member[:3], now_ms, draining)
     elif kind == "goodbye":
         name, epoch = rest
         instances.goodbye(Goodbye(instance=name, epoch=epoch))
@@ -93,6 +105,7 @@ def check_placed(placed, request, model, now_ms):
         assert not request.must_colocate
         assert [live[t.instance][1] for t in targets] == ["decode", "prefill"]
         assert len({live[t.instance][2] for t in targets}) == 1, "raw KV of unequal engines"
+    assert len({m[2][:2] for m in live.values()}) == 1, "two models of one name"
 
 
 @given(st.lists(steps, max_size=60), policies, costs)

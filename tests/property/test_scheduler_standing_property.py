@@ -55,7 +55,7 @@ class History:
             self.report(index)
 
     def hello(self, index):
-        made = description(fingerprint=f"f{index % self.families}")
+        made = description(isa=f"f{index % self.families}")
         cost = self.costs[index % len(self.costs)]
         told = hello(f"i{index}", role=self.roles[index % len(self.roles)], description=made, cost=cost)
         self.placer.instances.hello(told, now_ms=self.now_ms)

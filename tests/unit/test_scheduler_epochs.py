@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.scheduler.core.instances import CONTRADICTED_POLLS, UNCONFIRMED, Instances
+from services.scheduler.core.admission import UNCONFIRMED
+from services.scheduler.core.instances import CONTRADICTED_POLLS, Instances
 from services.scheduler.core.refusals import MAX_NAMES, Refusals
 from shared.wire.membership import InstanceList, InstanceView
 from shared.wire.reports import Goodbye, Refused, Resync, Welcome

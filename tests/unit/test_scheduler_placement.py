@@ -47,14 +47,14 @@ def test_one_engine_of_any_role_serves_alone(role):
 def test_without_a_pair_colocated_comes_before_decode_before_prefill():
     hellos = [hello("c0", role="colocated"), hello("p0")]
     assert placer(*hellos).place(place(), now_ms=0).decode.instance == "c0"
-    other = description(fingerprint="f2")
+    other = description(isa="other")
     unlike = placer(hello("p0"), hello("d0", role="decode", description=other)).place(place(), now_ms=0)
     assert (unlike.kind, unlike.decode.instance) == ("colocated", "d0")
     assert "hold KV alike" in unlike.reason
 
 
 def test_only_instances_with_equal_content_keys_are_paired():
-    a, b = description(fingerprint="a"), description(fingerprint="b")
+    a, b = description(isa="a"), description(isa="b")
     made = placer(
         hello("pa", description=a), hello("pb", description=b), hello("db", role="decode", description=b)
     )

@@ -9,7 +9,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_cost import WorkerCost
 from shared.engine.worker_reports import SchedulerReports
 from shared.ids import Epoch
-from shared.wire.reports import Hello, Report, Resync, Welcome
+from shared.wire.reports import Hello, Refused, Report, Resync, Welcome
 from tests.support.control_plane import hello
 
 INTERVAL_S = 60.0
@@ -65,3 +65,11 @@ async def test_a_hello_that_nobody_answers_is_said_again_after_its_own_time(repo
     reports._hello_at -= 600
     reports._tick()
     assert said(Hello) == 2
+
+
+async def test_a_worker_that_the_scheduler_refuses_says_why_until_it_is_welcomed(reports):
+    reports.set_epoch(Epoch(5))
+    reports._on_message(0, Refused(code="model.other", reason="its 'demo' is another model"), [])
+    assert (reports.welcomed, reports.refusal) == (False, "its 'demo' is another model")
+    reports._on_message(0, Welcome(report_interval_ms=60_000), [])
+    assert (reports.welcomed, reports.refusal) == (True, "")

@@ -2,6 +2,7 @@
 
     unknown -(Hello)-> live -(no report for dead_after_ms)-> dead -(Report)-> live
     live, dead -(Goodbye, or dead for forget_after_ms)-> unknown; unknown -(Report)-> Resync, then Hello
+    no two that are heard have one model's name and other files: the newcomer is refused (admission.py)
     after a Goodbye it is a source of fetches still, until the next Hello (departed.py)
     live -(OLD_REPORTS reports in a row whose numbers are not new)-> Resync, then Hello: numbers begin anew
 
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.scheduler.core.admission import other_model, stale, unconfirmed
 from services.scheduler.core.departed import Departed
 from services.scheduler.core.fading import Fading
 from services.scheduler.core.lent_costs import LentCosts, model_of
@@ -26,7 +28,7 @@ from services.scheduler.core.limits import FORGET_MS
 from services.scheduler.core.load import InstanceLoad, LoadView
 from shared.costmodel.model import CostModel
 from shared.costmodel.transfer import LinkRates
-from shared.errors import Overloaded, StaleEpoch
+from shared.errors import Overloaded
 from shared.ids import Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire.membership import InstanceList
@@ -36,7 +38,6 @@ from shared.wire.reports import Goodbye, Hello, PoolPlace, Refused, Report, Resy
 MAX_REMEMBERED_EPOCHS = 10_000
 AWAY_AFTER_MS = 300  # between two attend(): three of the shell's ticks
 CONTRADICTED_POLLS = 3  # the first answer may have been on its way when the owner registered
-UNCONFIRMED = "epoch.unconfirmed"  # code of a refusal: come again, under the same epoch
 OLD_REPORTS = 3  # in a row: the number before them was not the worker's, or it counts anew
 AWAY_COUNTS_MS = 100  # of a longer time, as one tick: who stands still at every turn has to see the dead, too
 
@@ -168,10 +169,11 @@ class Instances:
         """A worker introduces itself. The same epoch again keeps the load; a larger one starts anew."""
         newest = self._epochs.get(hello.instance, Epoch(-1))
         if hello.epoch < newest:
-            return _stale(hello.instance, hello.epoch, newest)
+            return stale(hello.instance, hello.epoch, newest)
         if self._is_unconfirmed(hello.instance, hello.epoch):
-            reason = f"the coordinator's list does not name epoch {hello.epoch} of {hello.instance}"
-            return Refused(code=UNCONFIRMED, reason=reason)
+            return unconfirmed(hello.instance, hello.epoch)
+        if (refused := self._other_model(hello.instance, hello.description, now_ms)) is not None:
+            return refused
         known = self._known.get(hello.instance)
         if known is None and len(self._known) >= self.limits.max_instances:
             return Refused(code=Overloaded.code, reason=f"{len(self._known)} instances are the most")
@@ -225,12 +227,15 @@ class Instances:
         """A worker's heartbeat. Resync when it must say Hello first."""
         newest = self._epochs.get(report.instance, Epoch(-1))
         if report.epoch < newest:
-            return _stale(report.instance, report.epoch, newest)
+            return stale(report.instance, report.epoch, newest)
         known = self._known.get(report.instance)
         if known is None or known.epoch != report.epoch:
             return Resync()
         if now_ms - known.seen_at_ms >= self.limits.dead_after_ms:
             self._forget_live()  # it is back
+            if self._other_model(known.instance, known.description, now_ms) is not None:
+                del self._known[known.instance]  # its Hello is answered with the reason
+                return Resync()
         known.seen_at_ms = now_ms
         known.dead = False
         if report.seq <= known.last_seq:
@@ -352,6 +357,14 @@ class Instances:
         silent_ms = now_ms - known.seen_at_ms
         return silent_ms < self.limits.dead_after_ms and not self._is_fenced(known)
 
+    def _other_model(self, name: InstanceId, description: EngineDescription, now_ms: int) -> Refused | None:
+        others = (
+            (known.instance, known.description)
+            for known in self._known.values()
+            if known.instance != name and self._is_heard(known, now_ms)
+        )
+        return other_model(description, others)
+
     def live(self, model: str = "", *, now_ms: int) -> Sequence[Instance]:
         """Instances on which something may be placed. Args: model: only those that serve it; "": any.
 
@@ -378,16 +391,8 @@ class Instances:
         return known.epoch < self._fences.get(known.instance, Epoch(-1))
 
 
-def _stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
-    return Refused(code=StaleEpoch.code, reason=f"{instance} has epoch {newest}; {epoch} is over")
-
-
 def _put_last(remembered: dict[Any, Any], key: str, value: object) -> None:
     remembered.pop(key, None)
     remembered[key] = value
-    _trim(remembered)
-
-
-def _trim(remembered: dict[Any, Any]) -> None:
     if len(remembered) > MAX_REMEMBERED_EPOCHS:
         del remembered[next(iter(remembered))]
