@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from deploy.local import first_machine
 from deploy.local.addresses import served_at
 from deploy.local.terminal import FAILED, OK, bytes_text, connect, duration_text, get_json, out
-from deploy.local.troubles import WORKERS, troubles
+from deploy.local.troubles import WORKERS, joined_troubles, troubles
 
 COLOURS = {
     "ready": "green",
@@ -35,7 +37,7 @@ def status(
         for service in found["services"]
         if service["name"].startswith(WORKERS)
     }
-    found["troubles"] = _troubles(found["services"])
+    found["troubles"] = _troubles(found)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
@@ -43,8 +45,13 @@ def status(
     sys.exit(OK if found["ready"] and not found["troubles"] else FAILED)
 
 
-def _troubles(services: list[dict[str, Any]]) -> list[str]:
-    """Of those that run here."""
+def _troubles(found: Mapping[str, Any]) -> list[str]:
+    """Of those that run here. Raises: SettingsError of the key for the first machine."""
+    services = found["services"]
+    if joined := found["joined"]:
+        first = first_machine.look_at(found.get("coordinators", ()), joined, found["model"])
+        problem = "" if first.is_of_key else first.problem
+        return joined_troubles(services, found["workers"], joined, problem)
     probes = {service["name"]: service["probe"] for service in services}
     scheduler = probes.get("scheduler", "").removesuffix("/ready")
     coordinators = {name: get_json(probes[name]) for name in COORDINATORS if name in probes}

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from deploy.local import config, config_digest, plan, run_supervisor
+from deploy.local import config, config_digest, first_machine, plan, run_supervisor
 from deploy.local.addresses import served_at
 from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.control import ControlClient
@@ -102,13 +102,16 @@ def up(
     config.make_folders(wanted.paths)
     with contextlib.ExitStack() as stack:
         with _take_place(wanted) as lock:
-            run_supervisor.write_start(wanted.paths, _prepared(found))
+            start = _prepared(found)
+            _meet_first(found, start.model)
+            run_supervisor.write_start(wanted.paths, start)
             _keep_old_logs(wanted.paths)
             if foreground:
                 sys.exit(run_supervisor.main(["--home", found.home], lock=lock))
             interrupts = stack.enter_context(Interrupts())
             supervisor = _start(wanted, lock)
         _wait(wanted, supervisor, interrupts)
+        _look_at_first(wanted, start.model)
 
 
 def _weaves(wanted: str) -> dict[str, str]:
@@ -145,6 +148,18 @@ def _prepared(found: ClusterSettings) -> run_supervisor.Start:
     )
     run_supervisor.prepare(start)
     return start
+
+
+def _meet_first(found: ClusterSettings, model: plan.Model) -> None:
+    """Exit 1 where the machine that this one joins cannot be joined: its workers would wait for it in vain."""
+    if problem := first_machine.wait_for(found, model.name, out.print):
+        fail(problem)
+
+
+def _look_at_first(wanted: Wanted, model: plan.Model) -> None:
+    """Once more: which model it serves it may have known only meanwhile."""
+    if problem := first_machine.look(wanted.settings, model.name).problem:
+        fail(f"{problem}; what was started runs: `{wanted.command} status`, `{wanted.command} down`")
 
 
 def _take_place(wanted: Wanted) -> IO[bytes]:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from deploy.local import addresses, host_memory, plan, run_supervisor, services_table
+from deploy.local import addresses, first_machine, host_memory, plan, run_supervisor, services_table
 from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.config import CA_FILES, DEMO_MODEL, paths_of
 from deploy.local.ports import busy_ports, refused_listens
@@ -181,6 +181,20 @@ def check_machines(found: ClusterSettings) -> Finding:
     return Finding("machines", Verdict.WARN if lacks else Verdict.OK, text or "several", fix)
 
 
+def check_first_machine(found: ClusterSettings) -> Finding:
+    """Of a machine that joins: as `quire up` asks it, once."""
+    if not found.join:
+        return Finding("joins", Verdict.OK, "no other machine")
+    try:
+        is_id = plan.is_model_id(found.model) and not Path(found.model).is_dir()  # not downloaded here
+        name = found.model_name or (found.model if is_id else plan.find_model(found).name)
+        problem = first_machine.look(found, name).problem
+    except SettingsError as error:
+        return Finding("joins", Verdict.FAIL, "`quire up` refuses a setting", error.message)
+    fix = "start the first machine, or mend the setting that this names"
+    return Finding("joins", Verdict.FAIL if problem else Verdict.OK, problem or f"{found.join} answers", fix)
+
+
 def check_docker(_: ClusterSettings) -> Finding:
     """Only deploy/compose needs it."""
     tool = shutil.which("docker")
@@ -259,5 +273,6 @@ CHECKS: tuple[Callable[[ClusterSettings], Finding], ...] = (
     check_vllm,
     check_gpu,
     check_machines,
+    check_first_machine,
     check_docker,
 )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from deploy.local.addresses import in_url
+
 
 @dataclass(frozen=True, slots=True)
 class Ports:
@@ -54,3 +56,9 @@ class Ports:
         """(ZeroMQ, admin HTTP) of one worker."""
         first = self.base + (20 if role == "prefill" else 40) + 2 * index
         return first, first + 1
+
+
+def coordinator_urls(host: str, ports: Ports, *, standby: bool) -> tuple[str, ...]:
+    """Of both, where one stands by: a client goes to the one that leads."""
+    found = (ports.coordinator, ports.standby) if standby else (ports.coordinator,)
+    return tuple(f"http://{in_url(host)}:{port}" for port in found)

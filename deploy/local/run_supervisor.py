@@ -115,6 +115,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
     return {
         "url": "" if made.join else f"http://{host}:{made.ports.gateway}",
         "joined": made.join.host if made.join else "",  # who has the gateway, and alone knows its port
+        "coordinators": services_table.coordinators(made),
         "model": made.model_name,
         "model_dir": made.model_dir,
         "device": made.device,

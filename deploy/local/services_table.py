@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from deploy.local.addresses import LOOPBACK, Joined, in_url, reachable
-from deploy.local.port_table import Ports
+from deploy.local.port_table import Ports, coordinator_urls
 from deploy.local.service_order import Spec
 
 GIB = 1 << 30
@@ -212,13 +212,16 @@ def _reports(plan: Plan) -> str:
     return _shared(plan, "reports", plan.ports.reports)
 
 
-def _coordinator_url(plan: Plan) -> str:
-    """Of both, where one stands by: a client goes to the one that leads."""
+def coordinators(plan: Plan) -> tuple[str, ...]:
+    """URLs of those that this machine's services ask."""
     host, ports = plan.address or LOOPBACK, plan.ports
     if plan.join is not None:
         host, ports = plan.join.host, Ports(0, plan.join.base_port)
-    found = (ports.coordinator, ports.standby) if plan.standby else (ports.coordinator,)
-    return ",".join(f"http://{in_url(host)}:{port}" for port in found)
+    return coordinator_urls(host, ports, standby=plan.standby)
+
+
+def _coordinator_url(plan: Plan) -> str:
+    return ",".join(coordinators(plan))
 
 
 def _service(

@@ -34,6 +34,35 @@ def troubles(
     return out
 
 
+def joined_troubles(
+    services: list[dict[str, Any]], workers: Mapping[str, Answer], joined: str, problem: str
+) -> list[str]:
+    """As troubles(), of a machine that joined `joined`, which has the scheduler.
+
+    Args: workers: what each one says itself; problem: of the first machine, as first_machine.look_at() saw it.
+    """
+    out = [problem] if problem else []
+    for service in services:
+        said = workers.get(service["name"])
+        if said is None or (service["state"], service["health"]) != ("ready", "ok"):
+            continue
+        reason = _unserved(said, joined)
+        if not reason and said.get("coordinator_problem") and not problem:
+            reason = f"does not reach the coordinator of {joined}: {said['coordinator_problem']}"
+        if reason:
+            out.append(f"{service['name']} {reason}")
+    return out
+
+
+def _unserved(said: Mapping[str, Any], joined: str) -> str:
+    """Why a worker that speaks for itself gets no requests; "" when it does, or ends."""
+    if said.get("scheduler_problem"):
+        return f"gets no requests: the scheduler refuses it: {said['scheduler_problem']}"
+    if said.get("scheduler") == "down":
+        return f"gets no requests: it does not reach the scheduler of {joined}"
+    return "gets no requests: the scheduler has not welcomed it" if said.get("scheduler") == "up" else ""
+
+
 def _unplaced(known: Answer, refused: str) -> str:
     """Why nothing is placed on an instance; "" when something is."""
     if known is not None and (known.get("live") or known.get("draining")):

@@ -17,6 +17,7 @@ from shared.wire.membership import Heartbeat, HeartbeatReply, InstanceList, Regi
 
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 2.0
+SAID_AGAIN_S = 30.0  # why it cannot register: who looks at a log looks at its end
 MIN_INTERVAL_S = 0.02  # whatever the coordinator says
 
 Event = Callable[[str, dict[str, Any]], None]
@@ -104,11 +105,14 @@ class MembershipClient(Background):
 
     async def _registered(self) -> Registered:
         wait_s = RETRY_MIN_S
+        loop = asyncio.get_running_loop()
+        say_at_s = loop.time()
         while True:
             try:
                 registered = await self._api.ask("POST", "/v1/instances", Registered, self._register)
             except PeerError as error:
-                if wait_s == RETRY_MIN_S:
+                if loop.time() >= say_at_s:
+                    say_at_s = loop.time() + SAID_AGAIN_S
                     self._say("register_failed", error=error.message)
                 self._set_reachable(False, error.message)
                 await asyncio.sleep(wait_s)

@@ -9,8 +9,10 @@ import pytest
 from shared.engine.interface import EngineLoad
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_membership import CALM_MS, MAX_PAUSE_MS, MembershipKeeper
+from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
 from shared.transport import membership_client
+from shared.transport.membership_client import MembershipClient
 from shared.wire.membership import HeartbeatReply, Registered
 from tests.support.virtual_time import VirtualLoop
 
@@ -85,3 +87,28 @@ def test_a_worker_that_was_left_alone_for_a_while_registers_again_at_once():
         begin_s = loop.time()
         loop.run_until_complete(refused(begin_s + 1, keeper))
         assert times("Registered", begin_s)
+
+
+def test_a_member_that_cannot_register_says_why_every_30_s(monkeypatch):
+    """The log's end has the reason, however long it waits; a key that was refused was said once, and nobody saw it."""
+
+    async def refuse(self, *_):
+        raise PeerProtocolError("POST /v1/instances: 401")
+
+    async def run():
+        client = MembershipClient(
+            "http://c", type("Register", (), {"instance": InstanceId("i")})(),
+            heartbeat=lambda _: None, on_epoch=lambda _: None,
+            on_event=lambda event, ids: said.append((asyncio.get_running_loop().time(), event)),
+        )  # fmt: skip
+        client.open()
+        await asyncio.sleep(100)
+        await client.close()
+
+    monkeypatch.setattr(Coordinator, "ask", refuse)
+    said: list[tuple[float, str]] = []
+    with closing(VirtualLoop()) as loop:
+        loop.run_until_complete(run())
+    at_s = [when for when, event in said if event == "register_failed"]
+    assert len(at_s) == 4, at_s
+    assert all(29.9 < after - before < 33 for before, after in pairwise(at_s))
