@@ -1,6 +1,7 @@
 """Addresses of services: within this machine, and where other machines of the cluster reach them."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 from shared.errors import SettingsError
 
 LOOPBACK = "127.0.0.1"
+HOST = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")  # a name or an IPv4 address
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,13 @@ def parse_join(join: str) -> Joined | None:
     if not join:
         return None
     host, _, port = join.rpartition(":")
-    if not host or not port.isdigit() or not 1 <= int(port) <= 65535 - 100:
+    good = HOST.fullmatch(host) is not None and reachable(host) == host  # not every interface
+    if not good or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535 - 100:
         raise SettingsError(
-            f"setting cluster.join: {join!r}; name the first machine's address and base port, e.g. 10.0.0.5:8100"
+            f"setting cluster.join: {join!r}; name the first machine's IPv4 address, or its host's name, and its base "
+            "port (the base port, not the gateway's), e.g. 10.0.0.5:8100"
         )
-    return Joined(host.strip("[]"), int(port))
+    return Joined(host, int(port))
 
 
 def check_address(address: str, *, joins: bool) -> None:
@@ -43,6 +47,11 @@ def check_address(address: str, *, joins: bool) -> None:
         raise SettingsError(
             f"setting cluster.address: {address!r} is no IP address; e.g. 10.0.0.5"
         ) from error
+    if found.version != 4:  # mempools find their network device by it
+        raise SettingsError(
+            f"setting cluster.address: {address!r} is an IPv6 address; machines reach each other over IPv4 only, "
+            "e.g. 10.0.0.5"
+        )
     if found.is_unspecified:
         raise SettingsError(
             "setting cluster.address: name one address of this machine, not all; e.g. 10.0.0.5"

@@ -119,7 +119,20 @@ def check(found: ClusterSettings) -> ClusterSettings:
     if not found.host:
         raise SettingsError("setting cluster.host: must not be empty; try 127.0.0.1")
     _check_servers(found)
+    _check_keys(found.api_keys)
     return found
+
+
+def _check_keys(keys: list[str]) -> None:
+    """As the gateway will, which starts last. Raises: SettingsError, which names no key."""
+    from services.gateway.auth import load_keys
+
+    if any("," in key for key in keys):  # they are handed over with commas between them
+        raise SettingsError("setting cluster.api_keys: an entry has a comma; want key or key:tenant")
+    try:
+        load_keys(keys, "")
+    except SettingsError as error:
+        raise SettingsError(error.message.replace("gateway.api_keys", "cluster.api_keys")) from error
 
 
 def _check_servers(found: ClusterSettings) -> None:
