@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -112,9 +113,18 @@ class ComposeProject:
 
     def instances(self) -> list[dict[str, object]]:
         """The coordinator's list of instances, asked from inside: it is not published."""
-        program = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8103/v1/instances').read().decode())"
-        answer = json.loads(self.compose("exec", "-T", "coordinator", "python", "-c", program))
+        answer = self._ask("coordinator", 8103, "/v1/instances")
         return answer["instances"] if isinstance(answer, dict) else answer
+
+    def ready(self, service: str, port: int) -> dict[str, object]:
+        """What a service says in /ready, asked from inside."""
+        return self._ask(service, port, "/ready")
+
+    def _ask(self, service: str, port: int, path: str) -> dict[str, Any]:
+        program = (
+            f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}{path}').read().decode())"
+        )
+        return json.loads(self.compose("exec", "-T", service, "python3", "-S", "-E", "-c", program))
 
     def spans(self, request_id: str) -> list[dict[str, object]]:
         """Spans of the request's trace, with the name of their service, from Jaeger's query API."""

@@ -88,6 +88,13 @@ def test_with_the_overlay_for_gpus_compose_gives_a_worker_one_and_the_mempool_al
     assert with_gpus == wanted.keys()
 
 
+def test_the_services_reach_redis(project):
+    """Healthy they are without it, too: a coordinator that cannot journal does not lead."""
+    assert project.ready("coordinator", 8103)["role"] == "leader"
+    for worker, port in (("prefill", 8121), ("decode", 8141)):
+        assert project.ready(worker, port)["prompt_tree"] == "in_sync"
+
+
 def test_a_streamed_chat_is_answered(project):
     _, text = stream_chat(project, "Who are you?")
     assert text.startswith("I am Quire's demo model")

@@ -179,6 +179,13 @@ def test_workers_have_no_way_out_of_the_cluster_network():
     assert reaching_out == {"gateway", "jaeger"}
 
 
+def test_redis_serves_the_network_whatever_its_image_says_of_protected_mode():
+    """Debian's refuses all but loopback; the others would start, be healthy, and have neither journal nor tree."""
+    command = SERVICES["redis"]["command"]
+    assert command[command.index("--protected-mode") + 1] == "no"
+    assert (SERVICES["redis"]["networks"], "ports" in SERVICES["redis"]) == (["cluster"], False)
+
+
 def test_the_coordinators_page_is_published_by_an_overlay_of_its_own_and_only_on_loopback():
     overlay = load("page.yaml")["services"]
     assert overlay.keys() == {"coordinator"}
