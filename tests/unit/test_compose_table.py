@@ -231,4 +231,7 @@ def test_a_dockerfile_pulls_no_frontend_and_drops_root(name):
     lines = (COMPOSE / name).read_text("utf-8").splitlines()
     assert not any(line.startswith("# syntax=") for line in lines)
     assert "USER 10001:10001" in lines
+    assert any("chmod -R a+rX /app" in line for line in lines[: lines.index("USER 10001:10001")]), (
+        "a checkout under umask 077 is nobody else's to read"
+    )
     assert all("--require-hashes" in line for line in lines if "pip install" in line)
