@@ -72,6 +72,11 @@ def settings_of(service: str) -> set[str]:
     }
 
 
+def by_default(value: str) -> str:
+    """Of ${NAME:-value}."""
+    return value.partition(":-")[2].removesuffix("}") if value.startswith("${") else value
+
+
 # One machine's processes meet at sockets in a folder; in containers the same listeners have these ports.
 PORT_OF_SOCKET = {
     "place.ipc": PORTS.scheduler,
@@ -142,7 +147,9 @@ def test_a_service_waits_for_those_that_its_row_names_to_be_healthy(name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_limits_and_image_are_those_of_the_row(name):
-    limits = SERVICES[name]["deploy"]["resources"]["limits"]
+    limits = {
+        key: by_default(value) for key, value in SERVICES[name]["deploy"]["resources"]["limits"].items()
+    }
     factors = {"m": 1 << 20, "g": 1 << 30}
     memory = int(limits["memory"][:-1]) * factors[limits["memory"][-1]]
     assert memory == ROWS[name].memory_bytes
@@ -184,6 +191,24 @@ def test_redis_serves_the_network_whatever_its_image_says_of_protected_mode():
     command = SERVICES["redis"]["command"]
     assert command[command.index("--protected-mode") + 1] == "no"
     assert (SERVICES["redis"]["networks"], "ports" in SERVICES["redis"]) == (["cluster"], False)
+
+
+def test_a_model_folder_that_is_not_there_is_refused_and_not_made():
+    """An empty folder of root's was made of a wrong name, and the workers failed over it again and again."""
+    for name in ("prefill", "decode", "gateway"):
+        (model,) = (volume for volume in SERVICES[name]["volumes"] if "/model" in str(volume))
+        assert (model["type"], model["read_only"], model["bind"]) == (
+            "bind",
+            True,
+            {"create_host_path": False},
+        )
+
+
+def test_large_models_on_cpu_get_the_memory_and_the_time_that_they_need():
+    for name in ("prefill", "decode"):
+        limits, health = SERVICES[name]["deploy"]["resources"]["limits"], SERVICES[name]["healthcheck"]
+        assert limits["memory"] == "${QUIRE_WORKER_MEMORY:-3g}"
+        assert health["retries"] == "${QUIRE_WORKER_HEALTH_RETRIES:-80}"
 
 
 def test_the_coordinators_page_is_published_by_an_overlay_of_its_own_and_only_on_loopback():
