@@ -58,6 +58,11 @@ def check_address(address: str, *, joins: bool) -> None:
         )
 
 
+def machine_suffix(address: str, base_port: int) -> str:
+    """What tells names of a machine that joins from others': of its address, and of its home among those there."""
+    return f"-{address.replace('.', '-')}-{base_port}"
+
+
 def served_at(status: Mapping[str, Any]) -> str:
     """Of a cluster's status, for people: where it serves."""
     return str(status["url"]) or f"the gateway of {status['joined']}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.local import host_memory
-from deploy.local.addresses import LOOPBACK, parse_join
+from deploy.local.addresses import LOOPBACK, machine_suffix, parse_join
 from deploy.local.cluster_settings import ClusterSettings
 from deploy.local.config import (
     DEMO_MODEL,
@@ -105,7 +105,7 @@ def choose_workers(found: ClusterSettings, device: str, gpus: Sequence[str]) -> 
             "or cluster.topology to disaggregated"
         )
     if found.join:  # the first machine's have the plain names
-        machine = "-" + found.address.replace(".", "-").replace(":", "-")
+        machine = machine_suffix(found.address, found.base_port)
         workers = [replace(worker, machine=machine) for worker in workers]
     if device != "cuda":
         return tuple(workers)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from deploy.local.addresses import LOOPBACK, Joined, in_url, reachable
+from deploy.local.addresses import LOOPBACK, Joined, in_url, machine_suffix, reachable
 from deploy.local.port_table import Ports, coordinator_urls
 from deploy.local.service_order import Spec
 
@@ -232,10 +232,11 @@ def _service(
     *,
     probe: Probe,
     listens: tuple[int, ...],
+    shared: int = 0,
     launcher: Launcher = "exec",
     env: Mapping[str, str] | None = None,
 ) -> Service:
-    kind = ROWS[row]
+    kind, others = ROWS[row], plan.address and shared  # where other machines connect
     absent = {
         *(() if plan.redis_command else ("redis",)),
         *(("coordinator", "scheduler") if plan.join else ()),
@@ -247,7 +248,7 @@ def _service(
         command=("--instance", name, *flags, *plan.row_flags.get(row, ()), *plan.common_flags),
         depends_on=tuple(d for d in kind.depends_on if d not in absent),
         probe=probe,
-        listens=tuple((probe.host, port) for port in listens),
+        listens=(*((probe.host, port) for port in listens), *(((plan.address, shared),) if others else ())),
         env={**plan.secrets.get(row, {}), **(env or {})},
         launcher=launcher,
         start_timeout_ms=_start_timeout_ms(plan, row, kind.start_timeout_ms),
@@ -301,7 +302,8 @@ def _scheduler(plan: Plan) -> Service:
         *("--coordinator-url", _coordinator_url(plan)),
     )
     probe = Probe("http", port=ports.scheduler_admin)
-    return _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=(ports.scheduler_admin,))
+    admin = (ports.scheduler_admin,)
+    return _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=admin, shared=ports.reports)
 
 
 def _keeper_socket(plan: Plan) -> str:
@@ -332,10 +334,11 @@ def _mempool(plan: Plan) -> Service:
     if plan.memory_market:
         flags += ("--coordinator-url", _coordinator_url(plan))
         if plan.join is not None:  # the first machine's has the plain name
-            flags += ("--market-name", "mempool-" + plan.address.replace(".", "-").replace(":", "-"))
+            flags += ("--market-name", "mempool" + machine_suffix(plan.address, plan.ports.base))
     if plan.address:
         flags += ("--peer-listen", f"tcp://{in_url(plan.address)}:{plan.ports.mempool_peers}")
-    return _service(plan, "mempool", "mempool", flags, probe=Probe("http", port=port), listens=(port,))
+    probe, peers = Probe("http", port=port), plan.ports.mempool_peers
+    return _service(plan, "mempool", "mempool", flags, probe=probe, listens=(port,), shared=peers)
 
 
 def _worker(plan: Plan, worker: Worker) -> Service:
@@ -356,6 +359,7 @@ def _worker(plan: Plan, worker: Worker) -> Service:
         flags,
         probe=Probe("http", port=admin),
         listens=(admin,),
+        shared=port,
         launcher=plan.launcher,
         env={"CUDA_VISIBLE_DEVICES": worker.gpus} if worker.gpus else None,
     )

@@ -77,7 +77,7 @@ def ask(url, name, reference):
 def test_a_second_machine_joins_and_tokens_equal_stock(reference, cluster, on_first):
     for name in NAMES:
         decode = on_first.submit(ask, cluster.url, name, reference).result()
-        assert decode["instance"] == "decode-0-10-213-7-2"
+        assert decode["instance"].startswith("decode-0-10-213-7-2-")
         if CASES[name]["params"].get("n", 1) == 1:
             assert decode["tokens_computed"] == 1, f"{name}: {decode}"
 

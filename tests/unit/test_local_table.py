@@ -309,8 +309,8 @@ def test_a_machine_that_joins_has_workers_a_mempool_and_no_control_plane():
     check(found)
     made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
     services = of_name(build(made))
-    assert set(services) == {"keeper", "mempool", "decode-0-10-0-0-6"}
-    worker = services["decode-0-10-0-0-6"]
+    assert set(services) == {"keeper", "mempool", "decode-0-10-0-0-6-8100"}
+    worker = services["decode-0-10-0-0-6-8100"]
     assert flags(worker)["--coordinator-url"] == "http://10.0.0.5:8103"
     assert flags(worker)["--scheduler-reports"] == "tcp://10.0.0.5:8102"
     assert flags(worker)["--listen"].startswith("tcp://10.0.0.6:")
@@ -339,7 +339,7 @@ def test_mempools_report_to_the_memory_market_when_told_to_under_names_of_their_
     made = plan.make_plan(found, config.paths_of("/h"), plan.Model(folder="/m", name="m"))
     second = flags(of_name(build(made))["mempool"])
     assert second["--coordinator-url"] == "http://10.0.0.5:8103"
-    assert second["--market-name"] == "mempool-10-0-0-6"
+    assert second["--market-name"] == "mempool-10-0-0-6-8100"
 
 
 @pytest.mark.parametrize(
