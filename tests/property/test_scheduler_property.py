@@ -5,6 +5,7 @@ from copy import deepcopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.core.admission import SETTLE_MS
 from services.scheduler.core.instances import InstanceLimits, Instances
 from services.scheduler.core.limits import PlacementLimits
 from services.scheduler.core.load import InstanceLoad
@@ -44,6 +45,7 @@ class Model:
         self.members = {}  # name -> (epoch, role, fingerprint and instruction set, seen_ms, draining)
         self.newest = {}
         self.fences = {}
+        self.begun_ms = None  # of the first Hello
 
     def heard(self, now_ms):
         return {
@@ -55,9 +57,22 @@ class Model:
     def live(self, now_ms):
         return {name: m for name, m in self.heard(now_ms).items() if not m[4]}
 
+    def others(self, name, kind, now_ms):
+        """Names of those that have another model."""
+        return [o for o, m in self.heard(now_ms).items() if o != name and kind[:2] != m[2][:2]]
+
     def is_other(self, name, kind, now_ms):
         """Another model than that of the others."""
-        return any(kind[:2] != m[2][:2] for other, m in self.heard(now_ms).items() if other != name)
+        return bool(self.others(name, kind, now_ms))
+
+    def takes_name(self, name, epoch, kind, now_ms):
+        """An older registration, just behind the scheduler's start: the younger ones are gone."""
+        others = self.others(name, kind, now_ms)
+        if now_ms - self.begun_ms >= SETTLE_MS or any(self.members[o][0] <= epoch for o in others):
+            return not others
+        for other in others:
+            del self.members[other]
+        return True
 
 
 def apply(step, model, placer, now_ms, seq, cost):
@@ -68,7 +83,10 @@ def apply(step, model, placer, now_ms, seq, cost):
         fingerprint, isa = made.split()
         told = hello(name, epoch, role, description=description("demo", fingerprint, isa=isa), cost=cost)
         answer = instances.hello(told, now_ms=now_ms)
-        is_good = epoch >= model.newest.get(name, 0) and not model.is_other(name, made, now_ms)
+        is_good = epoch >= model.newest.get(name, 0)
+        if is_good:
+            model.begun_ms = now_ms if model.begun_ms is None else model.begun_ms
+            is_good = model.takes_name(name, epoch, made, now_ms)
         assert isinstance(answer, Welcome) == is_good
         if is_good:
             model.newest[name] = epoch

@@ -53,6 +53,25 @@ def test_who_was_silent_while_another_model_took_its_name_is_refused_when_it_com
     assert live(instances, 2_200) == ["p1"]
 
 
+def test_behind_a_schedulers_start_who_came_to_the_cluster_first_has_the_name_whoever_says_hello_first():
+    """A worker with the wrong files, refused until then, is the quicker one: it must not have all others refused."""
+    instances = Instances()
+    assert isinstance(instances.hello(hello("wrong", 9, description=OTHER), now_ms=0), Welcome)
+    assert isinstance(instances.hello(hello("p0", 3), now_ms=200), Welcome)
+    assert live(instances, 200) == ["p0"]
+    assert isinstance(instances.report(report("wrong", 9), now_ms=300), Resync)
+    assert isinstance(instances.hello(hello("wrong", 9, description=OTHER), now_ms=310), Refused)
+    assert isinstance(instances.hello(hello("p1", 11), now_ms=400), Welcome)
+
+
+def test_later_a_name_is_not_taken_from_who_has_it_by_an_older_one():
+    instances = Instances()
+    instances.hello(hello("new", 9, description=OTHER), now_ms=0)
+    instances.report(report("new", 9), now_ms=9_990)
+    assert isinstance(instances.hello(hello("old", 3), now_ms=10_000), Refused)
+    assert live(instances, 10_000) == ["new"]
+
+
 def test_a_draining_instance_has_its_name_still():
     """It ends what it has begun, and what it cannot end goes on elsewhere."""
     instances = Instances()

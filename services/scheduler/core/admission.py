@@ -1,6 +1,7 @@
 """Why an instance is refused: its epoch is over, is not confirmed, or its model is another one than its name's."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import Protocol
 
 from shared.errors import StaleEpoch
 from shared.ids import Epoch, InstanceId
@@ -9,6 +10,18 @@ from shared.wire.reports import Refused
 
 UNCONFIRMED = "epoch.unconfirmed"  # code of a refusal: come again, under the same epoch
 OTHER_MODEL = "model.other"  # and of this one: come again, it ends when those that have the name have left
+SETTLE_MS = 10_000  # behind a scheduler's first Hello: all say theirs again, in any order
+
+
+class Named(Protocol):
+    """An instance. Epochs are times of registration, so that the smaller of two is the older one's."""
+
+    @property
+    def instance(self) -> InstanceId: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def description(self) -> EngineDescription: ...
 
 
 def stale(instance: InstanceId, epoch: Epoch, newest: Epoch) -> Refused:
@@ -22,21 +35,35 @@ def unconfirmed(instance: InstanceId, epoch: Epoch) -> Refused:
     return Refused(code=UNCONFIRMED, reason=reason)
 
 
-def other_model(
-    description: EngineDescription, others: Iterable[tuple[InstanceId, EngineDescription]]
-) -> Refused | None:
+def other_model(description: EngineDescription, others: Collection[Named]) -> Refused | None:
     """None where all have the same files, as the fingerprint tells: devices, layouts and ranks may differ.
 
-    Args: others: name and description of each other instance that is heard.
+    Args: others: that are heard.
     """
-    for name, other in others:
-        if description.model and description.model == other.model:
-            if description.fingerprint == other.fingerprint:
-                return None  # so do the rest: they were admitted beside it
-            reason = (
-                f"its {description.model!r} is another model (fingerprint {description.fingerprint[:12]}) than that "
-                f"of {name} ({other.fingerprint[:12]}): other weights or another config.json; give them the same "
-                "files, or another name to one of them"
-            )
-            return Refused(code=OTHER_MODEL, reason=reason)
+    for each in _named_otherwise(description, others):
+        reason = (
+            f"its {description.model!r} is another model (fingerprint {description.fingerprint[:12]}) than that "
+            f"of {each.instance} ({each.description.fingerprint[:12]}): other weights or another config.json; give "
+            "them the same files, or another name to one of them"
+        )
+        return Refused(code=OTHER_MODEL, reason=reason)
     return None
+
+
+def makes_way(
+    description: EngineDescription, epoch: Epoch, others: Collection[Named], since_ms: int
+) -> list[InstanceId]:
+    """All that have the model's name with other files, if each came to the cluster after this one; else nobody does.
+
+    Nor does anybody when `since_ms`, the scheduler's time since the first Hello, is past SETTLE_MS. Until then it is
+    chance who says Hello first, and one with the wrong files, refused before, must not have all others refused.
+    """
+    if since_ms >= SETTLE_MS:
+        return []
+    found = _named_otherwise(description, others)
+    return [each.instance for each in found] if all(each.epoch > epoch for each in found) else []
+
+
+def _named_otherwise(description: EngineDescription, others: Collection[Named]) -> list[Named]:
+    named = [each for each in others if description.model and each.description.model == description.model]
+    return [each for each in named if each.description.fingerprint != description.fingerprint]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.scheduler.core.admission import other_model, stale, unconfirmed
+from services.scheduler.core.admission import makes_way, other_model, stale, unconfirmed
 from services.scheduler.core.departed import Departed
 from services.scheduler.core.fading import Fading
 from services.scheduler.core.lent_costs import LentCosts, model_of
@@ -141,6 +141,7 @@ class Instances:
     _live_until_ms: int = 0
     _listeners: list[set[InstanceId]] = field(default_factory=list)
     _attended_ms: int | None = None
+    _begun_ms: int | None = None  # when the first said Hello
     _forget_ms: int = FORGET_MS
 
     def __iter__(self) -> Iterator[Instance]:
@@ -172,8 +173,14 @@ class Instances:
             return stale(hello.instance, hello.epoch, newest)
         if self._is_unconfirmed(hello.instance, hello.epoch):
             return unconfirmed(hello.instance, hello.epoch)
-        if (refused := self._other_model(hello.instance, hello.description, now_ms)) is not None:
-            return refused
+        self._begun_ms = now_ms if self._begun_ms is None else self._begun_ms
+        beside = self._heard_beside(hello.instance, now_ms)
+        if (refused := other_model(hello.description, beside)) is not None:
+            younger = makes_way(hello.description, hello.epoch, beside, now_ms - self._begun_ms)
+            if not younger:
+                return refused
+            for name in younger:
+                del self._known[name]
         known = self._known.get(hello.instance)
         if known is None and len(self._known) >= self.limits.max_instances:
             return Refused(code=Overloaded.code, reason=f"{len(self._known)} instances are the most")
@@ -233,7 +240,7 @@ class Instances:
             return Resync()
         if now_ms - known.seen_at_ms >= self.limits.dead_after_ms:
             self._forget_live()  # it is back
-            if self._other_model(known.instance, known.description, now_ms) is not None:
+            if other_model(known.description, self._heard_beside(known.instance, now_ms)) is not None:
                 del self._known[known.instance]  # its Hello is answered with the reason
                 return Resync()
         known.seen_at_ms = now_ms
@@ -357,13 +364,8 @@ class Instances:
         silent_ms = now_ms - known.seen_at_ms
         return silent_ms < self.limits.dead_after_ms and not self._is_fenced(known)
 
-    def _other_model(self, name: InstanceId, description: EngineDescription, now_ms: int) -> Refused | None:
-        others = (
-            (known.instance, known.description)
-            for known in self._known.values()
-            if known.instance != name and self._is_heard(known, now_ms)
-        )
-        return other_model(description, others)
+    def _heard_beside(self, name: InstanceId, now_ms: int) -> list[Instance]:
+        return [k for k in self._known.values() if k.instance != name and self._is_heard(k, now_ms)]
 
     def live(self, model: str = "", *, now_ms: int) -> Sequence[Instance]:
         """Instances on which something may be placed. Args: model: only those that serve it; "": any.
