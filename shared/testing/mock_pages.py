@@ -89,7 +89,7 @@ class MockPages:
             for block_hash, _, _ in wanted:
                 if not self._is_current(block_hash):
                     break
-                ready.append(chain[0])
+                ready.append(block_hash)
             attachment.handoff_ready(request.handoff_id, ready, self._settings.handoff_ttl_ms)
 
     def _write(

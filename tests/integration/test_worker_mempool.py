@@ -142,6 +142,23 @@ async def test_a_second_turn_moves_only_the_blocks_that_the_decode_side_lacks(mo
         assert made[0].died == made[1].died == []
 
 
+async def test_a_prefills_pages_outlast_a_delete_of_all_until_decode_acquires_them(model_dir, pool):
+    """The mock named the chain's seed for each of its blocks: the pool held nothing of a hand-off."""
+    async with sides(model_dir, pool[1]) as (made, prefill, decode):
+        prompt = list(range(3, 45))
+        prefill.generate("a", prompt, stage="prefill", max_tokens=6)
+        first = await prefill.end_of("a")
+        assert isinstance(first, Prefilled)
+        before = await made[0].client.status()
+        assert (before.num_handoffs, before.num_indexed) == (1, 11)
+        assert await made[0].client.delete() == 0
+        decode.generate("a", prompt, stage="decode", handoff=first.handoff, max_tokens=6)
+        last = await decode.end_of("a")
+        assert (last.receipt.blocks_moved, last.receipt.tokens_pool) == (11, 41)
+        await until(lambda: not made[1].pages.num_leases, "leases released")
+        assert await made[0].client.delete() == 11, "nothing holds them any more"
+
+
 async def test_requests_go_on_while_the_pool_is_killed_and_use_its_successor(model_dir, pool):
     process, socket = pool
     async with sides(model_dir, socket) as (made, prefill, decode):
