@@ -100,9 +100,10 @@ class WorkerFront:
         self.outbox.flush()
 
     def _fail(self, keys: Iterable[Key], reason: str) -> None:
+        teller = asyncio.current_task()  # an attempt that tells of what ends all has said its own end
         for key in keys:
             _, task = self._attempts[key]
-            if not task.done() and not task.cancelling():
+            if task is not teller and not task.done() and not task.cancelling():
                 task.cancel()
                 self._say_failed(*key, Refusal(PeerGone.code, reason, retryable=True))
 

@@ -1,6 +1,7 @@
 """A worker's front in this process: real ZeroMQ, the mock engine, no other service."""
 
 import asyncio
+import dataclasses
 import json
 from contextlib import asynccontextmanager
 
@@ -380,3 +381,15 @@ async def test_the_prompt_alone_has_log_probabilities_and_no_output(model_dir, n
         assert prefilled.first.token_ids == []
         assert prefilled.prompt_logprobs == gateway.scored["c"]
         assert (prefilled.handoff is None) is (n == 1)
+
+
+async def test_the_attempt_that_notices_its_engines_death_ends_once_too(model_dir):
+    """It said Failed, and then the front that failed all said it again."""
+    async with running(model_dir, mock_die_after_tokens=5) as (rig, gateway):
+        rig.front._context = dataclasses.replace(rig.front._context, on_engine_died=rig.front.fail_all)
+        for name in ("a", "b"):
+            gateway.generate(name, [3, 4], max_tokens=4000)
+        ends = [await gateway.end_of(name) for name in ("a", "b")]
+        assert [end.code for end in ends] == ["peer.gone", "peer.gone"]
+        gateway.generate("c", [3, 4])
+        await gateway.end_of("c")  # what came before it is here
