@@ -139,7 +139,7 @@ class CrossoverRig:
 
     async def __aexit__(self, *_: object) -> None:
         for link in self._links:
-            await link.__aexit__()
+            link.close()
         await asyncio.to_thread(self._stack.close)  # the workers still say goodbye
         self._reports.close()
 

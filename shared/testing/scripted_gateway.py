@@ -31,7 +31,10 @@ Terminal = Prefilled | Finished | Failed
 
 
 class ScriptedGateway:
-    """One link to one worker. Use as an async context manager."""
+    """One link to one worker. Use as an async context manager.
+
+    Raises (end_of, has_tokens, the end of the context): AssertionError when the worker has broken the protocol.
+    """
 
     def __init__(self, endpoint: str, epoch: int, *, silent_ms: int = 60_000) -> None:
         """`silent_ms`: a worker that the machine stops for so long is given up, see DealerLink."""
@@ -41,6 +44,7 @@ class ScriptedGateway:
         self.finish_reasons: dict[tuple[str, int], str] = {}
         self.scored: dict[str, list[list[TokenLogprob] | None]] = {}  # the prompt's log probabilities
         self.ends: dict[str, Terminal] = {}
+        self.violations: list[str] = []  # the link's callback cannot raise: asyncio would log it
         self._changed = asyncio.Event()
         self.link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
             endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=self._on_message, silent_ms=silent_ms
@@ -50,8 +54,18 @@ class ScriptedGateway:
         await self.link.connect(30_000)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self.close()
+        if error is None:
+            self._check()
+
+    def close(self) -> None:
+        """Without a word on what the worker did."""
         self.link.close()
+
+    def _check(self) -> None:
+        if self.violations:
+            raise AssertionError(f"the worker broke the protocol: {'; '.join(self.violations)}")
 
     def generate(
         self,
@@ -103,6 +117,7 @@ class ScriptedGateway:
         async with asyncio.timeout(timeout_s):
             while request_id not in self.ends:
                 await self._next()
+        self._check()
         return self.ends[request_id]
 
     async def has_tokens(self, request_id: str, count: int = 1, timeout_s: float = 30.0) -> None:
@@ -110,25 +125,34 @@ class ScriptedGateway:
         async with asyncio.timeout(timeout_s):
             while len(self.tokens.get((request_id, 0), ())) < count:
                 await self._next()
+        self._check()
 
     async def _next(self) -> None:
         self._changed.clear()
         await self._changed.wait()
+        self._check()
 
     def _on_message(self, _seq: int, message: WorkerToGateway, _raw: list[bytes]) -> None:
         self.messages.append(message)
         if isinstance(message, Tokens):
             for chunk in message.chunks:
-                assert chunk.request_id not in self.ends, "tokens after the terminal message"
+                self._must(
+                    chunk.request_id not in self.ends, chunk.request_id, "tokens after the terminal message"
+                )
                 key = (chunk.request_id, chunk.index)
                 self.tokens.setdefault(key, []).extend(chunk.token_ids)
                 if chunk.finish_reason is not None:
                     self.finish_reasons[key] = chunk.finish_reason
         elif isinstance(message, PromptScored):
-            assert (message.request_id, 0) not in self.tokens, "they come before the first token"
-            assert message.request_id not in self.scored, "they come once"
-            self.scored[message.request_id] = message.prompt_logprobs
+            name = message.request_id
+            self._must((name, 0) not in self.tokens, name, "the prompt's scores come before the first token")
+            self._must(name not in self.scored, name, "the prompt's scores come once")
+            self.scored[name] = message.prompt_logprobs
         else:
-            assert message.request_id not in self.ends, "a second terminal message"
+            self._must(message.request_id not in self.ends, message.request_id, "a second terminal message")
             self.ends[message.request_id] = message
         self._changed.set()
+
+    def _must(self, holds: bool, request_id: RequestId, what: str) -> None:
+        if not holds:
+            self.violations.append(f"{request_id}: {what}")
