@@ -10,10 +10,10 @@ import hashlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
+from shared.background_task import begin_task
 from shared.engine.interface import (
     CacheEvent,
     DecodeStep,
@@ -31,27 +31,15 @@ from shared.ids import BlockHash
 from shared.kv.block_hash import hash_blocks, pack_tokens
 from shared.kv.layout import EngineDescription
 from shared.kv.model_files import max_positions
+from shared.observe.log import get_logger
+from shared.testing.mock_answers import MockAnswers, Running
 from shared.testing.mock_pages import MOCK_BLOCK_BYTES, MockPages
 from shared.testing.mock_tokens import MockVocabulary
 from shared.wire.cost import CostCoefficients, ModelShape
-from shared.wire.requests import TokenLogprob
 
 MAX_LOGPROBS = 20
 
-
-@dataclass(slots=True)
-class _Running:
-    """One request inside the engine."""
-
-    request: EngineRequest
-    hashes: list[BlockHash]
-    states: list[int]  # one per choice
-    submitted_at: float
-    out: "asyncio.Queue[list[EngineDelta] | ClusterError]" = field(default_factory=asyncio.Queue)
-    left_to_compute: int = 0
-    made: int = 0
-    ended: list[bool] = field(default_factory=list)
-    use: KvUse = field(default_factory=KvUse)
+_log = get_logger("mock_engine")
 
 
 class MockEngine:
@@ -67,6 +55,7 @@ class MockEngine:
         settings = msgspec.structs.replace(settings, block_tokens=block_tokens(settings, on_cpu=True))
         self.settings = settings
         self.vocabulary = MockVocabulary.of_model(settings.model_dir)
+        self._answers = MockAnswers(self.vocabulary, eos_after_tokens=settings.mock_eos_after_tokens)
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.graph_tokens = 0
@@ -98,11 +87,12 @@ class MockEngine:
         )
         self._pages = MockPages(settings, self.description) if settings.mempool_socket else None
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
-        self._waiting: deque[_Running] = deque()
-        self._running: list[_Running] = []
-        self._by_id: dict[str, _Running] = {}
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
+        self._by_id: dict[str, Running] = {}
         self._callback: Callable[[CacheEvent], None] | None = None
         self._on_step: Callable[[EngineStep], None] | None = None
+        self._has_failed = False  # the listener of steps
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_made = 0
@@ -126,7 +116,7 @@ class MockEngine:
         await asyncio.sleep(self.settings.mock_start_ms / 1000)
         if self._pages is not None:
             self._pages.start()
-        self._task = asyncio.create_task(self._run())
+        self._task = begin_task(self._live(), "mock-engine")
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
@@ -138,7 +128,7 @@ class MockEngine:
         seed = None if spec.temperature == 0 else spec.seed
         # what was made before counts as output: the oracle knows nothing of attempts and stages
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_output_tokens]
-        item = _Running(
+        item = Running(
             request=request,
             hashes=hash_blocks(
                 request.chain_seed, pack_tokens(request.prompt_token_ids), self.settings.block_tokens
@@ -230,6 +220,14 @@ class MockEngine:
 
     # -- steps ------------------------------------------------------------------------------------
 
+    async def _live(self) -> None:
+        """Steps until it dies. A bug is its death, and goes on to whoever runs the worker."""
+        try:
+            await self._run()
+        except Exception as error:
+            self._die(f"the mock engine died of a bug: {error!r}")
+            raise
+
     async def _run(self) -> None:
         due = time.monotonic()
         while not self._dead:
@@ -254,13 +252,23 @@ class MockEngine:
             return
         context = sum(len(r.request.prompt_token_ids) + r.made for r in self._running)
         if not computed:
-            self._on_step(DecodeStep(ms, len(self._running), context))
+            self._tell(DecodeStep(ms, len(self._running), context))
             return
         others = [r for r in self._running if r.made]
         new = [r for r in self._running if not r.made]
         if len(new) == 1 and others and computed == new[0].use.tokens_computed:
             length = len(new[0].request.prompt_token_ids)
-            self._on_step(PromptStep(ms, computed, length - computed, len(others), context - length))
+            self._tell(PromptStep(ms, computed, length - computed, len(others), context - length))
+
+    def _tell(self, step: EngineStep) -> None:
+        """What the listener raises is logged, once, as of a real engine (load_view.py)."""
+        assert self._on_step is not None
+        try:
+            self._on_step(step)
+        except Exception:  # noqa: BLE001  nothing that one learns from a step is worth an engine
+            if not self._has_failed:
+                _log.exception("step_listener_failed", step=repr(step))
+            self._has_failed = True
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:
@@ -273,7 +281,7 @@ class MockEngine:
             item.left_to_compute = item.use.tokens_computed
             self._running.append(item)
 
-    def _look_up(self, item: _Running) -> KvUse:
+    def _look_up(self, item: Running) -> KvUse:
         """Where the prompt's KV comes from: our cache, held pages, or computing: one token at least."""
         prompt, block = item.request.prompt_token_ids, self.settings.block_tokens
         have = 0
@@ -309,7 +317,7 @@ class MockEngine:
                 self._store(item)
         return self.max_batched_tokens - budget
 
-    def _store(self, item: _Running) -> None:
+    def _store(self, item: Running) -> None:
         """The prompt's blocks are complete: cache them, tell, and put them into pages."""
         new = [h for h in item.hashes if h not in self._cache]
         self._cache.update(dict.fromkeys(item.hashes))
@@ -328,7 +336,7 @@ class MockEngine:
         for item in list(self._running):
             if item.left_to_compute or self._hangs:
                 continue
-            deltas = self._deltas(item)
+            deltas = self._answers.next(item)
             self._num_made += len(deltas)
             if deltas[-1].request_done:
                 self._running.remove(item)
@@ -336,51 +344,7 @@ class MockEngine:
         if 0 < self.settings.mock_die_after_tokens <= self._num_made:
             self._die("the mock engine died as told")
 
-    def _deltas(self, item: _Running) -> list[EngineDelta]:
-        spec, deltas = item.request.sampling, []
-        position, item.made = item.made, item.made + 1
-        before = item.request.num_output_tokens
-        if spec.max_tokens == 0:
-            item.ended = [True] * spec.n
-            deltas = [EngineDelta(index, [], "length") for index in range(spec.n)]
-        for index, state in enumerate(item.states):
-            if item.ended[index]:
-                continue
-            token = self.vocabulary.token(state, before + position)
-            after = self.settings.mock_eos_after_tokens
-            if after and before + item.made > after and not spec.ignore_eos:
-                token = self.vocabulary.eos
-            is_eos = token == self.vocabulary.eos and not spec.ignore_eos
-            is_stop = item.made > spec.min_tokens and (is_eos or token in spec.stop_token_ids)
-            reason = "stop" if is_stop else "length" if item.made >= spec.max_tokens else None
-            item.ended[index] = reason is not None
-            deltas.append(
-                EngineDelta(
-                    index=index,
-                    token_ids=[token],
-                    finish_reason=reason,
-                    stop_token_id=token if is_stop else None,
-                    logprobs=None if spec.logprobs is None else [self._rows(token, spec.logprobs)],
-                )
-            )
-        if position == 0 and spec.prompt_logprobs is not None:
-            prompt = item.request.prompt_token_ids
-            deltas[0].prompt_logprobs = [None, *(self._rows(t, spec.prompt_logprobs) for t in prompt[1:])]
-        if position == 0:
-            deltas[0].kv_use = item.use
-        if all(item.ended):
-            deltas[-1].request_done = True
-            deltas[-1].kv_use = item.use
-        return deltas
-
-    def _rows(self, token: int, num_alternatives: int) -> list[TokenLogprob]:
-        others = [v for v in self.vocabulary.visible if v != token][:num_alternatives]
-        return [
-            TokenLogprob(token, -0.25, 1),
-            *(TokenLogprob(v, -1.0 - r, r + 2) for r, v in enumerate(others)),
-        ]
-
-    def _forget(self, item: _Running) -> None:
+    def _forget(self, item: Running) -> None:
         self._by_id.pop(item.request.engine_request_id, None)
         if item in self._running:
             self._running.remove(item)
@@ -391,7 +355,7 @@ class MockEngine:
         if self._dead:
             return
         self._dead = True
-        for item in [*self._running, *self._waiting]:
+        for item in self._by_id.values():  # also of one that is on its way from waiting to running
             item.out.put_nowait(PeerGone(reason))
         self._running.clear()
         self._waiting.clear()
