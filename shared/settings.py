@@ -7,6 +7,7 @@ files are the only readers of the environment.
 """
 
 import difflib
+import math
 import os
 import sys
 import tomllib
@@ -31,6 +32,8 @@ GLOBAL_VARIABLES = {
     "QUIRE_REQUIRE_DOCKER",
     "QUIRE_DOCKER_PREPARED",
 }
+MOST = (1 << 63) - 1  # messages carry no larger integer
+MOST_MS = 10 * 365 * 86_400_000  # ten years; timers that count nanoseconds, and sums with a clock, take that
 HELP_FLAGS = {"--help", "-h"}
 SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "keeper", "worker")
 
@@ -166,8 +169,9 @@ def load(
             raise SettingsError(
                 f"setting {section}.{key}: an entry is empty, as where a variable that was to fill it is not set"
             )
-        for text in value if isinstance(value, list) else [value]:
-            check_text(f"setting {section}.{key}", text)
+        for each in value if isinstance(value, list) else [value]:
+            check_text(f"setting {section}.{key}", each)
+            _check_number(f"setting {section}.{key}", each, MOST_MS if key.endswith("_ms") else MOST)
     return found
 
 
@@ -178,6 +182,14 @@ def check_text(name: str, value: object) -> None:
     """
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
         raise SettingsError(f"{name}: has bytes that are no UTF-8, or a NUL")
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    """Raises: SettingsError on NaN, which no comparison refuses, and on what no timer or message takes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{name}: {value} is no finite number")
+    if isinstance(value, (int, float)) and abs(value) > most:
+        raise SettingsError(f"{name}: its value has no room in timers and messages; at most {most}")
 
 
 def check_share(section: str, name: str, value: float) -> None:

@@ -66,6 +66,8 @@ def load(argv: Sequence[str]) -> CoordinatorSettings:
     ):  # fmt: skip
         if getattr(found, name) < 1:
             raise SettingsError(f"setting coordinator.{name}: {getattr(found, name)} must be at least 1")
+    if found.journal_wait_ms < 0:
+        raise SettingsError("setting coordinator.journal_wait_ms: must be 0 (no wait) or more, e.g. 500")
     if found.ttl_ms < 2 * found.heartbeat_interval_ms:
         raise SettingsError(
             f"setting coordinator.ttl_ms: {found.ttl_ms} must be at least two heartbeat intervals "

@@ -105,7 +105,7 @@ def _check(found: GatewaySettings) -> None:
         raise SettingsError("setting gateway.tree_cache_answers: must be 0 (none) or more, e.g. 1024")
     for name in (
         "retry_share", "retry_floor_per_s", "retry_burst", "max_concurrent_per_tenant", "shed_wait_ms",
-        "drain_deadline_ms",
+        "drain_deadline_ms", "tree_max_blocks",
     ):  # fmt: skip
         if not getattr(found, name) >= 0:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must not be negative")

@@ -154,7 +154,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "block_tokens", "max_model_len", "kv_cache_bytes", "gpu_memory_utilization", "drain_deadline_ms", "mock_step_ms",
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
-    "mock_drop_first_steps", "fair_max_switch_share", "weave_min_tokens", "far_bytes",
+    "mock_drop_first_steps", "fair_max_switch_share", "fair_swap_gb_per_s", "weave_min_tokens", "far_bytes",
     "handoff_room_ms", "engine_silent_ms", "max_num_seqs", "graph_tokens",
 )  # fmt: skip
 

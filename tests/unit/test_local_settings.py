@@ -17,12 +17,14 @@ from services.prefill import config as prefill
 from services.scheduler import config as scheduler
 from shared import settings
 from shared.errors import SettingsError
+from shared.settings import MOST_MS
 
 SERVICES = {
     "gateway": gateway, "scheduler": scheduler, "coordinator": coordinator, "mempool": mempool, "worker": prefill
 }  # fmt: skip
 
 
+WORKER_FLOATS = [f.name for f in msgspec.structs.fields(prefill.WorkerSettings) if f.type is float]
 NO_LESS_THAN_ZERO = (
     "threads", "max_model_len", "kv_cache_bytes", "mempool_bytes", "dram_bytes", "gateway_processes"
 )  # fmt: skip
@@ -183,12 +185,35 @@ def test_the_home_folder_of_nobody_is_refused_wherever_a_path_may_begin_with_one
         ("gateway", "shed_wait_ms", "-1"),
         ("gateway", "drain_deadline_ms", "-1"),
         ("gateway", "tokenizer_threads", "0"),
+        *(("worker", key, value) for key in WORKER_FLOATS for value in ("nan", "inf", "-inf")),
+        *(
+            ("mempool", f"lending_{key}", value)
+            for key in ("rate_slack", "rate_rise")
+            for value in ("nan", "inf")
+        ),
+        *(
+            ("gateway", f"retry_{key}", value)
+            for key in ("share", "floor_per_s", "burst")
+            for value in ("nan", "inf")
+        ),
+        ("scheduler", "panic_queue_ms", "inf"),
+        ("worker", "fair_swap_gb_per_s", "-1"),
+        ("gateway", "tree_max_blocks", "-1"),
+        ("coordinator", "journal_wait_ms", "-1"),
+        *(("gateway", "request_deadline_ms", str(ms)) for ms in (1 << 63, MOST_MS + 1, 10**400)),
+        ("gateway", "max_body_bytes", str(1 << 63)),
+        ("scheduler", "max_held", str(1 << 64)),
     ],
 )
 def test_a_service_refuses_what_it_could_not_work_with_by_name(section, key, value):
     flag = f"--{key.replace('_', '-')}"
     with pytest.raises(SettingsError, match=rf"setting {section}\.{key}"):
         SERVICES[section].load([flag, value])
+
+
+def test_a_deadline_may_be_as_long_as_a_timer_takes():
+    flags = ["--request-deadline-ms", str(MOST_MS), "--model-dir", str(config.DEMO_MODEL)]
+    assert gateway.load(flags).request_deadline_ms == MOST_MS
 
 
 def test_zero_is_no_limit_no_waiting_and_no_traces_where_it_means_that():
