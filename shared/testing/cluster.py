@@ -24,7 +24,7 @@ from shared.prompttree.embedded import find_redis_server
 from shared.testing.processes import POLL_S, STOP_TIMEOUT_S, ProcessFailed, ServiceProcess
 
 ENGINE_READY_TIMEOUT_S = {"mock": 120.0, "vllm": 400.0}
-SERVICES = ("redis", "coordinator", "scheduler", "mempool")
+SECTIONS = ("coordinator", "scheduler", "mempool", "worker", "gateway")  # of flags
 
 
 def redis_binary() -> str:
@@ -43,6 +43,8 @@ class Cluster:
         num_prefill, num_decode: 0 prefill makes the decode workers colocated.
         num_gateways: `gateway`, `gateway-1`, ...; their addresses are in `urls`.
         flags: more flags by service name or module name ("gateway", "worker", "scheduler", ...).
+
+    Raises (constructor): ValueError on flags of a name that is none of these; ProcessFailed without a Redis server.
     """
 
     def __init__(
@@ -58,6 +60,11 @@ class Cluster:
         mempool_bytes: int = 256 << 20,
         flags: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        roles = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
+        gateways = ["gateway", *(f"gateway-{i}" for i in range(1, num_gateways))]
+        names = {*SECTIONS, *(f"{role}-{index}" for role, index in roles), *gateways}
+        if unknown := set(flags or ()) - names:
+            raise ValueError(f"flags of {sorted(unknown)}, which are none of {sorted(names)}")
         self.log_dir = log_dir
         self.model_name = model_name
         self.engine = engine
@@ -67,7 +74,6 @@ class Cluster:
         # Unix socket paths have at most 107 bytes, which a test's own folder may exceed.
         self.run_dir = Path(tempfile.mkdtemp(prefix="quire-"))
         self.trace_dir = log_dir / "traces"
-        roles = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
         ports = free_ports(7 + 2 * len(roles) + num_gateways - 1)
         self._ports = dict(
             zip(
@@ -88,8 +94,8 @@ class Cluster:
             self._add_worker(
                 role, index, ports[7 + 2 * number], ports[8 + 2 * number], colocated=not num_prefill
             )
-        for number, port in enumerate(gateway_ports):
-            self._add_gateway(f"gateway-{number}" if number else "gateway", port)
+        for name, port in zip(gateways, gateway_ports, strict=True):
+            self._add_gateway(name, port)
 
     # -- the processes ------------------------------------------------------------------------------
 

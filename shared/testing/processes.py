@@ -154,13 +154,19 @@ class ServiceProcess:
             raise self.fail(f"/status answered {code}")
         return body
 
-    def metric(self, name: str) -> float:
-        """Sum over the labels of one metric of /metrics; 0.0 when it has not been set."""
+    def metric(self, name: str, *, default: float | None = None) -> float:
+        """Sum over the labels of one metric of /metrics; 0.0 before any label has a value.
+
+        Raises: ProcessFailed where it exports no such metric, unless there is a `default`.
+        """
         with http_get.open_url(f"{self.admin_url}/metrics", timeout_s=30.0) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))
-        )
+        found = [line for line in lines if line.startswith((name + "{", name + " "))]
+        if not found and not any(line.startswith(f"# TYPE {name} ") for line in lines):
+            if default is None:
+                raise self.fail(f"no metric {name}")
+            return default
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def signal(self, number: int) -> None:
         """To the process itself, not to its children."""
