@@ -26,10 +26,14 @@ class Running:
 
 
 class MockAnswers:
-    """Args: eos_after_tokens: an answer ends there, unless it ignores EOS; 0: never."""
+    """Args:
+    max_model_len: tokens of a prompt and its answer together; the answer ends there by length, as vLLM's does.
+    eos_after_tokens: an answer ends there by EOS, unless it ignores that; 0: never.
+    """
 
-    def __init__(self, vocabulary: MockVocabulary, *, eos_after_tokens: int) -> None:
+    def __init__(self, vocabulary: MockVocabulary, *, max_model_len: int, eos_after_tokens: int) -> None:
         self._vocabulary = vocabulary
+        self._max_model_len = max_model_len
         self._eos_after_tokens = eos_after_tokens
 
     def next(self, item: Running) -> list[EngineDelta]:
@@ -37,6 +41,7 @@ class MockAnswers:
         spec, deltas = item.request.sampling, []
         position, item.made = item.made, item.made + 1
         before = item.request.num_output_tokens
+        most = min(spec.max_tokens, self._max_model_len - len(item.request.prompt_token_ids))
         if spec.max_tokens == 0:
             item.ended = [True] * spec.n
             deltas = [EngineDelta(index, [], "length") for index in range(spec.n)]
@@ -49,7 +54,7 @@ class MockAnswers:
                 token = self._vocabulary.eos
             is_eos = token == self._vocabulary.eos and not spec.ignore_eos
             is_stop = item.made > spec.min_tokens and (is_eos or token in spec.stop_token_ids)
-            reason = "stop" if is_stop else "length" if item.made >= spec.max_tokens else None
+            reason = "stop" if is_stop else "length" if item.made >= most else None
             item.ended[index] = reason is not None
             deltas.append(
                 EngineDelta(

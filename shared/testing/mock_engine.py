@@ -36,6 +36,7 @@ from shared.testing.mock_answers import MockAnswers, Running
 from shared.testing.mock_pages import MOCK_BLOCK_BYTES, MockPages
 from shared.testing.mock_tokens import MockVocabulary
 from shared.wire.cost import CostCoefficients, ModelShape
+from shared.wire.requests import GREEDY_BELOW
 
 MAX_LOGPROBS = 20
 
@@ -55,7 +56,6 @@ class MockEngine:
         settings = msgspec.structs.replace(settings, block_tokens=block_tokens(settings, on_cpu=True))
         self.settings = settings
         self.vocabulary = MockVocabulary.of_model(settings.model_dir)
-        self._answers = MockAnswers(self.vocabulary, eos_after_tokens=settings.mock_eos_after_tokens)
         self.max_running = settings.max_num_seqs
         self.max_batched_tokens = settings.max_num_batched_tokens
         self.graph_tokens = 0
@@ -84,6 +84,11 @@ class MockEngine:
             block_tokens=settings.block_tokens,
             block_bytes=MOCK_BLOCK_BYTES,
             max_model_len=settings.max_model_len or max_positions(settings.model_dir) or 4096,
+        )
+        self._answers = MockAnswers(
+            self.vocabulary,
+            max_model_len=self.description.max_model_len,
+            eos_after_tokens=settings.mock_eos_after_tokens,
         )
         self._pages = MockPages(settings, self.description) if settings.mempool_socket else None
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
@@ -125,7 +130,7 @@ class MockEngine:
         spec = request.sampling
         if spec.logprobs is not None and spec.logprobs > MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs of {spec.logprobs} is more than {MAX_LOGPROBS}")
-        seed = None if spec.temperature == 0 else spec.seed
+        seed = None if spec.temperature < GREEDY_BELOW else spec.seed
         # what was made before counts as output: the oracle knows nothing of attempts and stages
         prompt = request.prompt_token_ids[: len(request.prompt_token_ids) - request.num_output_tokens]
         item = Running(

@@ -11,7 +11,7 @@ from shared.engine.worker_config import WorkerSettings
 from shared.errors import PeerGone
 from shared.kv.block_hash import chain_seed
 from shared.testing.mock_engine import MockEngine
-from shared.wire.requests import SamplingSpec
+from shared.wire.requests import GREEDY_BELOW, SamplingSpec
 
 
 @pytest.fixture
@@ -71,4 +71,27 @@ async def test_a_listener_of_steps_that_raises_is_logged_once_and_ends_nothing(m
     assert sum(len(delta.token_ids) for delta in deltas) == 8
     assert engine.alive
     assert capsys.readouterr().out.count("component=mock_engine") == 1
+    await engine.close()
+
+
+async def test_an_answer_ends_where_the_context_does(model_dir):
+    engine = engine_of(model_dir, max_model_len=10)
+    await engine.start()
+    deltas = await answer(engine, [3, 4, 5, 6, 7, 8], max_tokens=100)
+    assert sum(len(delta.token_ids) for delta in deltas) == 4
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "length"]
+    stopped = await answer(engine, [3, 4, 5, 6, 7, 8], max_tokens=100, stop_token_ids=deltas[3].token_ids)
+    assert stopped[-1].finish_reason == "stop", "as in vLLM, which looks for stop tokens first"
+    await engine.close()
+
+
+async def test_a_temperature_that_is_greedy_for_an_engine_takes_no_seed(model_dir):
+    engine = engine_of(model_dir)
+    await engine.start()
+    tokens = {}
+    for temperature in (0.0, GREEDY_BELOW / 10, GREEDY_BELOW):
+        deltas = await answer(engine, [3, 4, 5], temperature=temperature, seed=7)
+        tokens[temperature] = [token for delta in deltas for token in delta.token_ids]
+    assert tokens[GREEDY_BELOW / 10] == tokens[0.0] == engine.vocabulary.tokens([3, 4, 5], 8)
+    assert tokens[GREEDY_BELOW] == engine.vocabulary.tokens([3, 4, 5], 8, seed=7)
     await engine.close()
