@@ -14,9 +14,10 @@ from services.scheduler.core.placement import Placer
 from services.scheduler.core.refusals import Refusals
 from services.scheduler.core.served import served_elsewhere
 from shared.background_task import begin_task
-from shared.errors import ClusterError
-from shared.ids import RequestId
+from shared.errors import ClusterError, PeerProtocolError
+from shared.ids import InstanceId, RequestId
 from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
 from shared.observe.metrics import counter, gauge, histogram_ms
 from shared.observe.trace import start_span, would_record
 from shared.transport.clock import Clock
@@ -116,11 +117,19 @@ class Scheduler:
             into=TO_SCHEDULER,
             out=FROM_SCHEDULER,
             on_message=self._on_place,
+            on_malformed=self._on_malformed_place,
             on_lost=self.gateways.lost,
         )
         self._reports: RouterServer[WorkerToScheduler, SchedulerToWorker] = RouterServer(
-            settings.report_listen, into=REPORTS, out=REPORT_REPLIES, on_message=self._on_worker
+            settings.report_listen,
+            into=REPORTS,
+            out=REPORT_REPLIES,
+            on_message=self._on_worker,
+            on_malformed=self._on_malformed_report,
+            on_lost=self._on_worker_lost,
         )
+        self._workers: dict[bytes, InstanceId] = {}  # by connection: who said Hello on it
+        self._malformed_log = MalformedLog(_log)
         self._askers: dict[tuple[RequestId, int], tuple[bytes, Place, int]] = {}  # of held requests
         self._refusals = Refusals()
         self._poller: MembershipPoller | None = None
@@ -197,6 +206,18 @@ class Scheduler:
             "has_model": known.model is not None,
             "served_tokens": dict(known.load.report.served) if known.load.report is not None else {},
         }
+
+    # ---- what is no message ----
+
+    def _on_malformed_place(self, identity: bytes, error: PeerProtocolError) -> None:
+        self._say_malformed("gateway", self.gateways.name(identity), self._places.remote(identity), error)
+
+    def _on_malformed_report(self, identity: bytes, error: PeerProtocolError) -> None:
+        self._say_malformed("worker", self._workers.get(identity, ""), self._reports.remote(identity), error)
+
+    def _say_malformed(self, kind: str, name: str, address: str, error: PeerProtocolError) -> None:
+        sender = f"{kind} {name}" if name else f"a {kind} at {address or 'a unix socket'}"
+        self._malformed_log.note(sender, error)
 
     # ---- gateways ----
 
@@ -283,6 +304,7 @@ class Scheduler:
             if answer is None and message.served:
                 answer = served_elsewhere(message, self.instances.live(now_ms=now_ms))
         elif isinstance(message, Hello):
+            self._workers[identity] = message.instance
             answer = self.instances.hello(message, now_ms=now_ms)
             if not isinstance(answer, Refused):
                 _log.info(
@@ -303,6 +325,9 @@ class Scheduler:
             except ClusterError as error:
                 _unsent.inc()
                 _log.info("answer_unsent", worker=message.instance, error=error.message)
+
+    def _on_worker_lost(self, identity: bytes) -> None:
+        self._workers.pop(identity, None)
 
     def _on_members(self, members: InstanceList) -> None:
         for dropped in self.instances.follow(members):

@@ -10,6 +10,7 @@ from shared.errors import PeerGone, PeerProtocolError
 from shared.ids import Epoch, RequestId
 from shared.observe import metrics
 from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
 from shared.transport.zmq_channel import RouterServer
 from shared.transport.zmtp_peer import HEARTBEAT_TIMEOUT_MS
 from shared.wire.requests import (
@@ -68,6 +69,7 @@ class WorkerFront:
         self.outbox = Outbox(self._router.send, self._on_lost)
         self._refused = metrics.counter("quire_worker_refused_total", "Generate messages refused.", ("code",))
         self._lost = metrics.counter("quire_worker_gateways_lost_total", "Gateways given up.", ("reason",))
+        self._malformed = MalformedLog(_log)
         self._bad = metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
 
     async def start(self, context: AttemptContext) -> str:
@@ -178,9 +180,9 @@ class WorkerFront:
         )
         self.outbox.terminal(identity, failed)
 
-    def _on_malformed(self, _identity: bytes, error: PeerProtocolError) -> None:
+    def _on_malformed(self, identity: bytes, error: PeerProtocolError) -> None:
         self._bad.inc()
-        _log.warning("malformed_message", error=error.message)
+        self._malformed.note(f"a gateway at {self._router.remote(identity) or 'a unix socket'}", error)
 
     # -- gateways that go -------------------------------------------------------------------------
 

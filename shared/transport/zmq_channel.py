@@ -307,6 +307,11 @@ class RouterServer(Generic[In, Out]):
         if timer is not None:
             timer.cancel()
 
+    def remote(self, identity: bytes) -> str:
+        """HOST:PORT that a connection comes from; "": it has ended, or comes over a unix socket."""
+        peer = self._peers.get(identity)
+        return peer.remote if peer is not None else ""
+
     def _handle_frames(self, peer: ZmtpPeer, frames: list[bytes]) -> None:
         try:
             seq, message, raw = self._into.unpack(frames)

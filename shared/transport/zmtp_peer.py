@@ -65,6 +65,12 @@ class ZmtpPeer(asyncio.Protocol):
         self._wrote = False  # in this turn
         self._paused = False  # the transport's buffer is full
 
+    @property
+    def remote(self) -> str:
+        """HOST:PORT of the other end; "": of a unix socket, or there is none yet."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else ""
+
     # -- out ----------------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], *, more: bool = False) -> bool:

@@ -8,6 +8,7 @@ from services.scheduler.shell import Scheduler
 from shared.transport.clock import MonotonicClock
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, GatewayHello
+from shared.wire.reports import REPORT_REPLIES, REPORTS
 from tests.support.control_plane import hello, place, until
 
 
@@ -54,6 +55,33 @@ async def test_a_gateway_says_how_long_its_requests_may_run(scheduler):
     await until(lambda: scheduler.placer._open.forget_ms == 7_500_000)
     assert [known.load.forget_ms for known in scheduler.instances] == [7_500_000]
     link.close()
+
+
+async def test_whose_malformed_message_was_dropped_and_why_is_said(scheduler, monkeypatch):
+    """A worker of another version became ready, was never placed on, and nobody said why."""
+    said = []
+    monkeypatch.setattr(shell._log, "warning", lambda event, **ids: said.append((event, ids)))
+    named = await gateway(scheduler, "named")
+    await until(lambda: scheduler.gateways._names)
+    worker = DealerLink(scheduler.addresses[1], out=REPORTS, into=REPORT_REPLIES, on_message=lambda *_: None)
+    await worker.connect()
+    worker.send(hello("c1", role="colocated"))
+    await until(lambda: any(known.instance == "c1" for known in scheduler.instances))
+    for link in (named, worker, worker):
+        link._peer.send([link._out.schema, bytes(8), b"\xc0"])
+    stranger = DealerLink(
+        scheduler.addresses[1], out=REPORTS, into=REPORT_REPLIES, on_message=lambda *_: None
+    )
+    await stranger.connect()
+    stranger._peer.send([b"reports/0", bytes(8), b"\xc0"])
+    await until(lambda: len(said) == 3)
+    assert {event for event, _ in said} == {"malformed_message"}
+    senders = {ids["sender"]: ids["error"] for _, ids in said}
+    assert senders.keys() == {"gateway named", "worker c1", "a worker at a unix socket"}
+    assert "reports/0" in senders["a worker at a unix socket"]
+    await until(lambda: scheduler._reports.num_malformed == 3)
+    for link in (named, worker, stranger):
+        link.close()
 
 
 async def test_a_gateway_that_ended_in_order_is_no_warning(scheduler, monkeypatch):

@@ -145,6 +145,7 @@ async def test_malformed_messages_are_counted_and_the_server_goes_on(opened):
     assert raw.recv_multipart() == ANSWER.pack(Answer(1))
     assert server.num_malformed == len(bad) == len(refused)
     assert all(isinstance(identity, bytes) for identity, _ in refused)
+    assert server.remote(refused[0][0]).startswith("127.0.0.1:")
     raw.close()
     context.term()
 

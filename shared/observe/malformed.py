@@ -1,0 +1,34 @@
+"""Messages that are no messages: of a peer of another version, as a rule. Who sends them is said with the reason."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shared.errors import PeerProtocolError
+
+SAID_AGAIN_S = 10.0
+MAX_SENDERS = 64  # anybody may connect
+
+
+class MalformedLog:
+    """Of one end. Bounded: the last MAX_SENDERS.
+
+    Args: log: of its component; clock: seconds.
+    """
+
+    def __init__(self, log: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._of: dict[str, tuple[float, int]] = {}  # sender: when it was said, messages since
+
+    def note(self, sender: str, error: PeerProtocolError) -> None:
+        """A warning, unless this sender's last one is SAID_AGAIN_S old at most: then the next one counts it."""
+        now_s = self._clock()
+        said_s, num_unsaid = self._of.pop(sender, (-SAID_AGAIN_S, 0))
+        if is_due := now_s - said_s >= SAID_AGAIN_S:
+            self._log.warning(
+                "malformed_message", sender=sender, error=error.message, num_since=num_unsaid + 1
+            )
+        self._of[sender] = (now_s, 0) if is_due else (said_s, num_unsaid + 1)
+        if len(self._of) > MAX_SENDERS:
+            del self._of[next(iter(self._of))]
