@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from services.gateway import metrics, tally
 from services.gateway.call import Call, PromptLogprobs
@@ -133,7 +134,10 @@ class Cluster:
         link = self._links.get(endpoint)
         if link is None:
             hear, lose = self._from_worker, self._worker_down
-            link = WorkerLink(endpoint, self.limits.worker_silent_ms, on_message=hear, on_down=lose)
+            link = WorkerLink(
+                endpoint, self.limits.worker_silent_ms, on_message=hear, on_down=lose,
+                on_malformed=partial(lose, unread=True),
+            )  # fmt: skip
             self._links[endpoint] = link
         return link
 
@@ -238,15 +242,14 @@ class Cluster:
         for call in list(self._calls.values()):
             self._run(call, call.flow.on_scheduler_down(now_ms=_now_ms()))
 
-    def _worker_down(self, endpoint: str, calls: list[Call]) -> None:
+    def _worker_down(self, endpoint: str, calls: list[Call], *, unread: bool = False) -> None:
+        """`unread`: it is there, and said what is no message: of one of these, which would wait, or have a gap."""
         for call in calls:
-            self._lost(call, endpoint)
-
-    def _lost(self, call: Call, endpoint: str) -> None:
-        for target in call.targets:
-            if target.endpoint == endpoint:
-                self._run(call, call.flow.on_instance_down(target.instance, now_ms=_now_ms()))
-                return
+            for target in call.targets:
+                if target.endpoint == endpoint:
+                    now_ms, flow = _now_ms(), call.flow
+                    self._run(call, flow.on_instance_down(target.instance, now_ms=now_ms, unread=unread))
+                    break
 
     # ---- what goes out ----
 

@@ -42,6 +42,7 @@ STAGE_PREDICTION = tuple(HistogramTally(_STAGE_PREDICTION.labels(stage)) for sta
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
 SLOW_READERS = counter("quire_gateway_slow_readers_total", "Answers cut because the client did not read.")
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")
+MALFORMED = counter("quire_gateway_malformed_total", "Messages that were no messages, by whose.", ("peer",))
 PROMPT_TOKENS = CountTally(
     counter("quire_gateway_prompt_tokens_total", "Prompt tokens of completed requests.")
 )

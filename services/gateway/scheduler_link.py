@@ -5,8 +5,11 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
-from shared.errors import Overloaded, PeerGone
+from services.gateway import metrics
+from shared.errors import Overloaded, PeerGone, PeerProtocolError
 from shared.ids import RequestId
+from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import (
     FROM_SCHEDULER,
@@ -20,6 +23,8 @@ from shared.wire.placement import (
 
 ENDED_WAIT_MS = 5  # longest wait of an end for a placement that it can travel with
 MAX_ENDED = 65_536  # ends that wait for a link; the scheduler forgets older ones by their age
+
+_log = get_logger("gateway.scheduler")
 
 
 class SchedulerLink:
@@ -45,9 +50,11 @@ class SchedulerLink:
             out=TO_SCHEDULER,
             into=FROM_SCHEDULER,
             on_message=on_message,
+            on_malformed=self._malformed,
             on_down=on_down,
             on_up=self._up,
         )
+        self._malformed_log = MalformedLog(_log)
         self._hello = GatewayHello(gateway=secrets.token_hex(8), request_deadline_ms=request_deadline_ms)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._timer: asyncio.TimerHandle | None = None
@@ -56,6 +63,10 @@ class SchedulerLink:
     def up(self) -> bool:
         """The scheduler answers."""
         return self._link.up
+
+    def _malformed(self, error: PeerProtocolError) -> None:
+        metrics.MALFORMED.labels("scheduler").inc()
+        self._malformed_log.note(f"the scheduler at {self._link.endpoint}", error)
 
     def open(self) -> None:
         """Start connecting. Raises: SettingsError on an endpoint that cannot be."""

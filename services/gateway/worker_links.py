@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from shared.errors import Overloaded, PeerGone, SettingsError
+from services.gateway import metrics
+from shared.errors import Overloaded, PeerGone, PeerProtocolError, SettingsError
 from shared.ids import Epoch
 from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.requests import TO_GATEWAY, TO_WORKER, GatewayToWorker, WorkerToGateway
 
@@ -23,6 +25,7 @@ class WorkerLink(Generic[C]):
     Args:
         silent_ms: a worker that answers no heartbeat for so long is lost.
         on_down: gets the endpoint and the calls that were registered; runs on the loop.
+        on_malformed: the same: the worker said something that is no message, of any of them.
     """
 
     def __init__(
@@ -32,10 +35,13 @@ class WorkerLink(Generic[C]):
         *,
         on_message: Callable[[int, WorkerToGateway, list[bytes]], None],
         on_down: Callable[[str, list[C]], None],
+        on_malformed: Callable[[str, list[C]], None],
     ) -> None:
         self.endpoint = endpoint
         self.calls: set[C] = set()
         self._on_down = on_down
+        self._on_malformed = on_malformed
+        self._malformed_log = MalformedLog(_log)
         self._pending: list[tuple[GatewayToWorker, tuple[bytes, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._epoch = Epoch(-1)  # the largest that was named to this link
@@ -45,6 +51,7 @@ class WorkerLink(Generic[C]):
             out=TO_WORKER,
             into=TO_GATEWAY,
             on_message=on_message,
+            on_malformed=self._malformed,
             on_up=self._up,
             on_down=self._down,
             silent_ms=silent_ms,
@@ -58,11 +65,6 @@ class WorkerLink(Generic[C]):
     def up(self) -> bool:
         """The worker answered the handshake and has not been lost since."""
         return self._link.up
-
-    @property
-    def num_malformed(self) -> int:
-        """Messages that were no messages."""
-        return self._link.num_malformed
 
     def expect(self, epoch: Epoch) -> None:
         """The worker serves under this epoch. A new one listens already: a link that was down is made again."""
@@ -104,6 +106,11 @@ class WorkerLink(Generic[C]):
             except (PeerGone, Overloaded):
                 self._lose()
                 return
+
+    def _malformed(self, error: PeerProtocolError) -> None:
+        metrics.MALFORMED.labels("worker").inc()
+        self._malformed_log.note(f"the worker at {self.endpoint}", error)
+        self._on_malformed(self.endpoint, list(self.calls))
 
     def _down(self) -> None:
         _log.warning("worker_link_down", endpoint=self.endpoint, calls=len(self.calls))

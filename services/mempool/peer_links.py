@@ -20,6 +20,8 @@ from services.mempool.peer_cuts import HostSpace
 from services.mempool.peer_paths import PathEnd, ReaderPath
 from shared.errors import ClusterError, PeerError, PeerProtocolError
 from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
+from shared.observe.metrics import counter
 from shared.transport.zmq_channel import DealerLink
 from shared.wire import mempool_peer as wire
 
@@ -28,6 +30,16 @@ MAX_QUEUED = 4_096  # messages, before the link is up or unread by the peer
 RETRY_PATH_S = 1.0  # after a path failed
 
 log = get_logger("mempool.peers")
+_malformed_log = MalformedLog(log)
+_malformed = counter(
+    "quire_mempool_peer_malformed_total", "Messages between mempools of hosts that were no messages."
+)
+
+
+def note_malformed(address: str, error: PeerProtocolError) -> None:
+    """Another host's mempool said what is no message."""
+    _malformed.inc()
+    _malformed_log.note(f"the mempool at {address}", error)
 
 
 class Owner(Protocol):
@@ -87,6 +99,7 @@ class PeerLink:
             out=wire.TO_SOURCE,
             into=wire.TO_READER,
             on_message=self._on_message,
+            on_malformed=partial(note_malformed, address),
             on_up=self._on_up,
             on_down=self._on_down,
             high_water=MAX_QUEUED,

@@ -17,7 +17,7 @@ from services.mempool.core.mempool import Mempool
 from services.mempool.mover_regions import HostRegion, space_and_rank
 from services.mempool.peer_background import Background
 from services.mempool.peer_cuts import HostSpace, told
-from services.mempool.peer_links import ChannelToPeer, PeerLink
+from services.mempool.peer_links import ChannelToPeer, PeerLink, note_malformed
 from services.mempool.peer_paths import PathEnd
 from services.mempool.peer_readers import Reader, ServedPath
 from services.mempool.remote_checks import RemoteChecks
@@ -82,6 +82,7 @@ class Peers:
             into=wire.TO_SOURCE,
             out=wire.TO_READER,
             on_message=self._on_call,
+            on_malformed=lambda reader, error: note_malformed(self._server.remote(reader), error),
             on_lost=self._on_reader_lost,
             high_water=MAX_QUEUED,
             silent_ms=silent_ms,

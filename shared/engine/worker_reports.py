@@ -10,9 +10,11 @@ from collections.abc import Callable
 from shared.engine.interface import EngineLoad
 from shared.engine.worker_config import WorkerSettings
 from shared.engine.worker_cost import WorkerCost
-from shared.errors import Overloaded, PeerGone, StaleEpoch
+from shared.errors import Overloaded, PeerGone, PeerProtocolError, StaleEpoch
 from shared.ids import Epoch, InstanceId
+from shared.observe import metrics
 from shared.observe.log import get_logger
+from shared.observe.malformed import MalformedLog
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.cost import LinkRate
 from shared.wire.reports import (
@@ -79,9 +81,12 @@ class SchedulerReports:
             out=REPORTS,
             into=REPORT_REPLIES,
             on_message=self._on_message,
+            on_malformed=self._on_malformed,
             on_up=self._say_hello,
             on_down=self._on_down,
         )
+        self._malformed = MalformedLog(_log)
+        self._bad = metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
         self._hello_at = 0.0
@@ -141,6 +146,10 @@ class SchedulerReports:
         self.welcomed = False
         self.refusal = ""
         _log.warning("scheduler_down", endpoint=self._link.endpoint)
+
+    def _on_malformed(self, error: PeerProtocolError) -> None:
+        self._bad.inc()
+        self._malformed.note(f"the scheduler at {self._link.endpoint}", error)
 
     def _on_message(self, _seq: int, message: SchedulerToWorker, _raw: list[bytes]) -> None:
         match message:

@@ -47,7 +47,12 @@ class ScriptedGateway:
         self.violations: list[str] = []  # the link's callback cannot raise: asyncio would log it
         self._changed = asyncio.Event()
         self.link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
-            endpoint, out=TO_WORKER, into=TO_GATEWAY, on_message=self._on_message, silent_ms=silent_ms
+            endpoint,
+            out=TO_WORKER,
+            into=TO_GATEWAY,
+            on_message=self._on_message,
+            on_malformed=lambda error: self.violations.append(f"no message: {error.message}"),
+            silent_ms=silent_ms,
         )
 
     async def __aenter__(self) -> "ScriptedGateway":

@@ -49,7 +49,8 @@ def parse_endpoint(endpoint: str) -> str | tuple[str, int]:
 class DealerLink(Generic[Out, In]):
     """One DEALER connected to one endpoint; it reconnects by itself for as long as it is open.
 
-    Callbacks run on the loop and must not raise or wait: on_message(seq, message, raw), on_up(), on_down().
+    Callbacks run on the loop and must not raise or wait: on_message(seq, message, raw), on_malformed(error) for what
+    is no message (it is dropped, and counted in num_malformed), on_up(), on_down().
     Every on_up is followed by one on_down, also at close(). What was sent before an on_down may or may
     not have arrived; nothing of it is sent again.
     """
@@ -61,6 +62,7 @@ class DealerLink(Generic[Out, In]):
         out: Channel[Out],
         into: Channel[In],
         on_message: Callable[[int, In, list[bytes]], None],
+        on_malformed: Callable[[PeerProtocolError], None] | None = None,
         on_down: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
         high_water: int = HIGH_WATER_MESSAGES,
@@ -72,6 +74,7 @@ class DealerLink(Generic[Out, In]):
         self._out = out
         self._into = into
         self._on_message = on_message
+        self._on_malformed = on_malformed
         self._on_down = on_down
         self._on_up = on_up
         self._high_water = high_water
@@ -161,8 +164,10 @@ class DealerLink(Generic[Out, In]):
     def _handle_frames(self, peer: ZmtpPeer, frames: list[bytes]) -> None:
         try:
             seq, message, raw = self._into.unpack(frames)
-        except PeerProtocolError:
+        except PeerProtocolError as error:
             self.num_malformed += 1
+            if self._on_malformed is not None:
+                self._on_malformed(error)
             return
         self._on_message(seq, message, raw)
 

@@ -98,6 +98,13 @@ async def test_a_broken_order_fails_who_waits_for_tokens():
         gateway.close()
 
 
+async def test_what_is_no_message_fails_the_test_that_it_comes_to():
+    garbage = Finished(request_id=7, attempt=1, receipt=StageReceipt(instance="w", stage="colocated"))
+    async with Worker([garbage, LAST]) as endpoint:
+        with pytest.raises(AssertionError, match="no message: bad body"):
+            await saw_the_last(endpoint)
+
+
 async def test_what_is_in_order_passes():
     async with Worker([SCORED, TOKENS, TOKENS, END]) as endpoint, ScriptedGateway(endpoint, 1) as gateway:
         gateway.alive()

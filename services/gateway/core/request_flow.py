@@ -28,6 +28,7 @@ from services.gateway.core.request_actions import (
     SendPlace,
 )
 from services.gateway.core.retry_budget import RetryBudget
+from shared.errors import PeerProtocolError
 from shared.ids import InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway
@@ -211,15 +212,21 @@ class RequestFlow:
             return []
         return self._lost(source, code, message, retryable=retryable, now_ms=now_ms)
 
-    def on_instance_down(self, instance: InstanceId, *, now_ms: int) -> list[Action]:
-        """The link to an instance broke. Matters only if this request still needs that instance."""
+    def on_instance_down(self, instance: InstanceId, *, now_ms: int, unread: bool = False) -> list[Action]:
+        """The link to an instance broke. Matters only if this request still needs that instance.
+
+        `unread`: it is there, and said what is no message, an answer to this request perhaps.
+        """
         placed = self.placed
         if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
             return []
-        needed = [placed.decode.instance]
-        if self.phase is Phase.PREFILLING and placed.prefill is not None:
-            needed.append(placed.prefill.instance)
-        if instance not in needed:
+        asked = placed.prefill if self.phase is Phase.PREFILLING and placed.prefill else placed.decode
+        if unread:
+            if instance != asked.instance:  # who was asked nothing yet answers others
+                return []
+            message, code = f"The instance {instance} said what cannot be read.", PeerProtocolError.code
+            return self._lost(instance, code, message, retryable=True, now_ms=now_ms, lives=True)
+        if instance not in (asked.instance, placed.decode.instance):
             return []
         message = f"The instance {instance} that served this request is gone."
         return self._lost(instance, "peer.gone", message, retryable=True, now_ms=now_ms)
@@ -289,10 +296,20 @@ class RequestFlow:
         return []
 
     def _lost(
-        self, gone: InstanceId | None, code: str, message: str, *, retryable: bool, now_ms: int
+        self,
+        gone: InstanceId | None,
+        code: str,
+        message: str,
+        *,
+        retryable: bool,
+        now_ms: int,
+        lives: bool = False,
     ) -> list[Action]:
-        """The running attempt will bring no more: it was enough, another one follows, or the request fails."""
-        actions = self._drop_attempt(gone=gone)
+        """The running attempt will bring no more: it was enough, another one follows, or the request fails.
+
+        `lives`: `gone` has not ended the attempt, and must be told to.
+        """
+        actions = self._drop_attempt(gone=None if lives else gone)
         if self.answered:
             return [*actions, *self._end(Complete())]
         if not retryable or (self.bytes_sent and not self.continues):
