@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from msgspec import Struct
 
 from services.coordinator.market_shell import MarketShell
 from services.coordinator.replies import documented, json_reply, read_body
@@ -23,6 +24,7 @@ from shared.wire.lending import (
     OfferList,
     OfferMemory,
     OfferView,
+    Pair,
     Placement,
     ReclaimOrder,
     ReclaimView,
@@ -33,10 +35,23 @@ from shared.wire.lending_limits import MAX_COUNT, check_ids, check_key, check_ra
 
 MAX_REPORT_BYTES = 8 << 20
 MAX_PAIRS = 1_024
+MAX_PLACEMENT_BYTES = 4 << 20  # so many pairs with the longest ids, and all that the placer says beside them
 MARKET_STRUCTS = (
     OfferMemory, OfferView, OfferList, AskLease, Grant, LeaseCall, LeaseList, Renewed, AskReclaim, ReclaimOrder,
     ReclaimView, MempoolReport, ReportReply, MarketView, Placement, LendingRefused,
 )  # fmt: skip
+
+
+class _SaidPair(Pair, frozen=True, kw_only=True):
+    """One of the placer's (shared/wire/placer.py), or one without a word more."""
+
+    why_not: str = ""
+
+
+class _SaidPlacement(Struct, frozen=True, kw_only=True):
+    """Placement, or the placer's whole answer."""
+
+    pairs: list[_SaidPair] = []
 
 
 def add_market_routes(app: FastAPI, market: MarketShell) -> None:
@@ -141,11 +156,14 @@ def _add_other_routes(app: FastAPI, market: MarketShell) -> None:
 
     @app.put("/v1/placement", **documented("Who borrows from whom first", None, Placement, 400, 503))
     async def place(request: Request) -> Response:
-        body = await read_body(request, Placement)
-        check_range("pairs: their number", len(body.pairs), 0, MAX_PAIRS)
-        for pair in body.pairs:
+        body = await read_body(request, _SaidPlacement, max_bytes=MAX_PLACEMENT_BYTES)
+        pairs = [  # others' loans would all be refused, and their producers be kept from those whom they fit
+            Pair(consumer=pair.consumer, producer=pair.producer) for pair in body.pairs if not pair.why_not
+        ]
+        check_range("pairs: their number", len(pairs), 0, MAX_PAIRS)
+        for pair in pairs:
             check_ids(consumer=pair.consumer, producer=pair.producer)
-        refused = await market.place(body)
+        refused = await market.place(Placement(pairs=pairs))
         return Response(status_code=204) if refused is None else refusal(refused)
 
     @app.get("/v1/placement", **documented("Who borrows from whom first", Placement))

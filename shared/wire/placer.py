@@ -1,7 +1,7 @@
 """What the placer is asked and answers (AQUA 5): a REST body, and a file of `quire place`.
 
 Bytes are of one GPU unless a name says otherwise. Names are the caller's. Where they are ids of running instances, a
-Placement is a body of the coordinator's PUT /v1/placement too (shared/wire/lending.py reads its pairs).
+Placement is a body of the coordinator's PUT /v1/placement too: of it the pairs without a why_not are kept.
 """
 
 from typing import Literal

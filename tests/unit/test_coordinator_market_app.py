@@ -7,12 +7,14 @@ import pytest
 from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings, load
 from services.coordinator.market_journal import NotLeading
-from services.coordinator.routes_market import MARKET_STRUCTS
+from services.coordinator.routes_market import MARKET_STRUCTS, MAX_PAIRS
 from services.coordinator.shell import Coordinator
 from shared.errors import PeerTimeout, SettingsError
 from shared.ids import Epoch, InstanceId
 from shared.transport.clock import ManualClock
+from shared.wire import placer
 from shared.wire.lending import (
+    MAX_ID_CHARS,
     AskLease,
     AskReclaim,
     Grant,
@@ -207,6 +209,38 @@ async def test_a_key_with_spaces_or_too_long_is_400(api):
     for key in ("a b", "x" * 129):
         reply = await api.send("POST", "/v1/leases", ASK, key=key)
         assert (reply.status_code, reply.json()["code"]) == (400, "invalid_request")
+
+
+async def test_all_that_the_placer_says_is_a_body_of_as_many_pairs_as_may_be_said(api):
+    """It was more than 64 KiB from 150 pairs on; and pairs that no mempool can serve were kept."""
+
+    def named(kind, number):
+        return InstanceId(f"{kind}{number}".ljust(MAX_ID_CHARS, "-"))
+
+    numbers = range(MAX_PAIRS + 1)
+    pairs = [
+        placer.LendingPair(
+            server=named("s", n), consumer=named("c", n), consumer_gpu=7, producer=named("p", n), producer_gpu=6,
+            needed_bytes=80 << 30, offered_bytes=80 << 30, why_not="" if n else "has 4 ranks, and 2 are needed",
+        )
+        for n in numbers
+    ]  # fmt: skip
+    instances = [
+        placer.PlacedInstance(
+            instance=named(kind, n), model=named("m", n), role=role, server=named("s", n), gpus=[*range(8)],
+            bytes_per_gpu=80 << 30, lent_bytes_per_gpu=80 << 30,
+        )
+        for kind, role in (("c", "consumer"), ("p", "producer")) for n in numbers
+    ]  # fmt: skip
+    answer = placer.Placement(
+        instances=instances, pairs=pairs, servers=[], objective_bytes=0, bound_bytes=0, gap_ratio=0.0,
+        needed_bytes=0, lent_bytes=0,
+    )  # fmt: skip
+    body = msgspec.json.format(msgspec.json.encode(answer), indent=2)  # as `quire place --json` prints it
+    reply = await api.http.put("/v1/placement", content=body)
+    assert reply.status_code == 204, (len(body), reply.text)
+    kept = msgspec.json.decode((await api.send("GET", "/v1/placement")).content, type=Placement).pairs
+    assert kept == [Pair(consumer=named("c", n), producer=named("p", n)) for n in numbers[1:]]
 
 
 async def test_placement_is_kept_and_shown(api):
