@@ -118,6 +118,11 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
+def is_refused(error: BaseException) -> bool:
+    """Nobody listens there. Of a name with several addresses asyncio raises one error that lists theirs."""
+    return isinstance(error, ConnectionRefusedError) or str(error).startswith("Multiple exceptions")
+
+
 class Sends(Protocol):
     """What an open loop needs of a client: see Client."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httptools
 
-from loadtest.http_client import Reply, Sends
+from loadtest.http_client import Reply, Sends, is_refused
 from loadtest.outcomes import Outcome, take_receipt, take_times
 from loadtest.results import quantile
 from loadtest.sse import StreamError, StreamTimes, read_pieces
@@ -25,6 +25,7 @@ AHEAD = 32  # requests whose bytes are made before they are due, at most
 SPARE_MS = 5.0  # to the next request's time, for making one more
 # What a field of an answer raises that is not what it should be: one such answer ends one request, not the run.
 NO_ANSWER = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+OVERLOADED = (408, 429)  # of the statuses that blame the request, those that blame the load
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -61,7 +62,10 @@ class _Ended:
 
 
 class OpenLoop:
-    """One run. Use once: `outcomes = await OpenLoop(client, plan).run(requests)`."""
+    """One run. Use once: `outcomes = await OpenLoop(client, plan).run(requests)`.
+
+    refused: why the server would never serve one of the requests (4xx), unreached: that nobody listens there; else "".
+    """
 
     def __init__(
         self, client: Sends, plan: Plan, *, progress: Callable[[int, int], None] | None = None
@@ -74,6 +78,7 @@ class OpenLoop:
         self._num_done = 0
         self._begin_s = 0.0
         self.most_in_flight = 0
+        self.refused = self.unreached = ""
         self.gaps_ms: list[float] = []  # between tokens, of all answers
 
     async def run(self, requests: Sequence[Request]) -> list[Outcome]:
@@ -153,6 +158,10 @@ class OpenLoop:
             take_receipt(outcome, times.receipt)
         except (StreamError, OSError, TimeoutError, httptools.HttpParserError, *NO_ANSWER) as error:
             outcome.error = f"{type(error).__name__}: {error}"
+            if 400 <= reply.status < 500 and reply.status not in OVERLOADED:
+                self.refused = self.refused or str(error)
+            elif is_refused(error):
+                self.unreached = self.unreached or str(error)
             return None
         self.gaps_ms += times.gaps_ms
         take_times(outcome, times)

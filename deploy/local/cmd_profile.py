@@ -1,8 +1,10 @@
 """`quire profile`: the highest rate within an SLO, free memory there, what bursts need; or a callable's batches."""
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from loadtest.profiler.runner import Runner, Told
 
 WORKERS = ("prefill-", "decode-", "colocated-")
+INTERRUPTED = 130  # exit code of what Ctrl-C stopped
 SHEET = "data sheet"  # in the words of costs that come from one
 BIG = ("runs", "series")  # of the file; `--json` leaves them out
 
@@ -68,7 +71,12 @@ LengthsOf = Annotated[
 ]
 Trace = Annotated[Path | None, typer.Option(help="Lengths of a trace instead: Mooncake JSONL or Azure CSV.")]
 Scale = Annotated[float, typer.Option(help="Of all lengths.")]
-Context = Annotated[int, typer.Option(help="Longer requests are cut to so many tokens; 0: none.")]
+Context = Annotated[
+    int,
+    typer.Option(
+        help="Longer requests are cut to so many tokens, and to the served model's; 0: to that only."
+    ),
+]
 Seconds = Annotated[float, typer.Option(help="Arrivals of a run, at least.")]
 Requests = Annotated[int, typer.Option(help="Requests of a run, at least.")]
 MaxBatch = Annotated[int, typer.Option(help="Callable: largest batch.")]
@@ -147,9 +155,9 @@ def profile(
     if callable_:
         found = _by_batches(callable_, settings, max_batch, device, tell)
     else:
-        asked = _lengths(lengths, trace, seed, scale, context)
         simulated = _simulated(simulate, gpu, tp, cost, memory_tokens, chunk, local_policy, swap_gb_per_s)
-        runner, turns = simulated or (_live(url, status or [], max_lag_ms, tell), None)
+        runner, turns, served = simulated or _live(url, status or [], max_lag_ms, tell)
+        asked = _lengths(lengths, trace, seed, scale, _cut_to(context, served, tell))
         found = _search(runner, turns, asked, settings, limits, tell)
     _report(found, target, plots, as_json=as_json)
     sys.exit(OK if found.stable_rate_per_s else FAILED)
@@ -196,6 +204,14 @@ def _lengths(name: str, trace: Path | None, seed: int, scale: float, context: in
     return of_workload(name, seed=seed, scale=scale, context_tokens=context)
 
 
+def _cut_to(context: int, served: int, tell: "Told") -> int:
+    """The smaller of --context and what the served model takes; 0 is no bound."""
+    if not served or 0 < context <= served:
+        return context
+    tell(f"requests are cut to {served:,} tokens: the served model takes no more")
+    return served
+
+
 def _simulated(
     model: str,
     gpu: str,
@@ -205,8 +221,8 @@ def _simulated(
     chunk: int,
     policy: str,
     swap_gb_per_s: float,
-) -> "tuple[Runner, Runner | None] | None":
-    """In order of arrival, and in fair slices where they are asked for; None: nothing is simulated."""
+) -> "tuple[Runner, Runner | None, int] | None":
+    """In order of arrival, and in fair slices where they are asked for, and 0; None: nothing is simulated."""
     from loadtest.profiler.simulated import SimulatedRunner, always_in_turns, machine_of
     from loadtest.simulator.hardware import from_file
 
@@ -228,12 +244,13 @@ def _simulated(
         tokens = memory_tokens or machine.memory_tokens
     machine = type(machine)(machine.prices, tokens, machine.calibrated, machine.words)
     runner = SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk)
-    return runner, SimulatedRunner(
-        machine, model=model, tp=tp, chunk_tokens=chunk, local=local
-    ) if local else None
+    if local is None:
+        return runner, None, 0
+    return runner, SimulatedRunner(machine, model=model, tp=tp, chunk_tokens=chunk, local=local), 0
 
 
-def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "Runner":
+def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "tuple[Runner, None, int]":
+    """With the tokens that the served model takes, 0: it does not say."""
     from loadtest.profiler.live import LiveOptions, LiveRunner
 
     if bool(url) != bool(statuses):
@@ -249,7 +266,8 @@ def _live(url: str, statuses: list[str], max_lag_ms: float, tell: "Told") -> "Ru
     options = LiveOptions(
         url=url.rstrip("/"), statuses=tuple(statuses), bearer=config.api_key(), max_lag_ms=max_lag_ms
     )
-    return LiveRunner(options, tell=tell)
+    runner = LiveRunner(options, tell=tell)
+    return runner, None, runner.context_tokens
 
 
 # -- what is done ----------------------------------------------------------------------------------
@@ -260,6 +278,16 @@ def _teller(*, quiet: bool) -> "Told":
     return lambda text: console.print(f"  {text}")
 
 
+@contextlib.contextmanager
+def _nothing_saved_of_a_part() -> Iterator[None]:
+    """Half a search is no profile: who stops it is told so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail("stopped before the profile was whole: nothing was saved", INTERRUPTED)
+
+
+@_nothing_saved_of_a_part()
 def _search(
     runner: "Runner",
     turns: "Runner | None",
@@ -276,6 +304,7 @@ def _search(
     return Profiler(runner, asked, settings, limits, tell=tell, machine=machine(), turns=turns).profile()
 
 
+@_nothing_saved_of_a_part()
 def _by_batches(name: str, settings: "Settings", most: int, device: str, tell: "Told") -> "Profile":
     from loadtest.profiler.batches import profile_callable
     from loadtest.results import machine

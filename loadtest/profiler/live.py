@@ -16,6 +16,7 @@ from typing import Any
 
 from loadtest.http_client import Client
 from loadtest.open_loop import OpenLoop, Plan, verdict
+from loadtest.outcomes import Outcome
 from loadtest.profiler.runner import Observed, Spans, Told
 from loadtest.workloads.request import Request
 from loadtest.workloads.tokens import TokenRange
@@ -24,6 +25,7 @@ from shared.errors import ClusterError, PeerGone, SettingsError
 
 FULL_SHARE = 0.9  # above it what waits waits for memory
 GET_TIMEOUT_S = 5.0
+GONE_LIMIT_S = 15.0  # without an answer a status page's worker is gone
 MAX_REPLY_BYTES = 8 << 20
 IDLE_LIMIT_S, IDLE_PAUSE_S = 120.0, 0.1
 SAMPLES_LOST = 0.5  # of the readings of memory, at most
@@ -35,6 +37,12 @@ class RunSaysNothing(ClusterError):
     """The load generator was the bottleneck, or memory could not be read: repeat it on a quieter machine."""
 
     code = "profile.run_says_nothing"
+
+
+class RequestRefused(ClusterError):
+    """The server would not serve such a request at any rate: see the reason that it gives."""
+
+    code = "profile.request_refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,10 @@ class Holder:
 
 
 class LiveRunner:
-    """Raises (constructor): PeerGone when gateway or workers do not answer, SettingsError when they are no workers."""
+    """context_tokens: of the served model; 0: the server does not say.
+
+    Raises (constructor): PeerGone when gateway or workers do not answer, SettingsError when they are no workers.
+    """
 
     def __init__(self, options: LiveOptions, *, tell: Told = lambda text: None) -> None:
         self._options, self._tell = options, tell
@@ -77,7 +88,7 @@ class LiveRunner:
             )
         self._holders = holders
         least = min(holders, key=lambda one: one.pool_bytes)
-        self.model = options.model or _first_model(options.url, options.bearer)
+        self.model, self.context_tokens = _served(options)
         self.tp = least.tp
         # of a step with prompts in it; 0: they do not say
         steps = [page.get("max_batched_tokens") or 0 for _, page in pages if page.get("role") != "decode"]
@@ -89,7 +100,7 @@ class LiveRunner:
         self.is_calibrated = True
 
     def run(self, requests: Sequence[Request]) -> Observed:
-        """See Runner. Raises: RunSaysNothing, PeerGone."""
+        """See Runner. Raises: RunSaysNothing, RequestRefused, PeerGone."""
         return asyncio.run(self._run(requests))
 
     async def _run(self, requests: Sequence[Request]) -> Observed:
@@ -105,16 +116,23 @@ class LiveRunner:
             max_lag_ms=options.max_lag_ms,
         )
         client = Client(options.url, bearer=options.bearer)
-        loop = OpenLoop(client, plan)
+        loop = OpenLoop(client, plan, progress=lambda *_: self._stop_in_vain(loop, sending))
+        sending = asyncio.create_task(loop.run(requests))
         watch = _Watch(self._holders, options.sample_ms)
         watching = asyncio.create_task(watch.run())
         try:
-            outcomes = await loop.run(requests)
+            outcomes = await sending
+        except asyncio.CancelledError:
+            self._check(loop)
+            raise
         finally:
             client.close()
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
+        self._check(loop)
+        if any(one.error for one in outcomes):
+            await asyncio.to_thread(self._check_all_answer)
         if why := verdict(outcomes, plan):
             raise RunSaysNothing(f"the client was the bottleneck: {why}")
         watch.check()
@@ -123,11 +141,36 @@ class LiveRunner:
         gaps = [(gap_ms, 1.0) for gap_ms in loop.gaps_ms]
         return Observed(outcomes, gaps, max(watch.peaks), watch.full.spans)
 
+    @staticmethod
+    def _stop_in_vain(loop: OpenLoop, sending: "asyncio.Task[list[Outcome]]") -> None:
+        """The rest of a run is not sent where the first answers decide it."""
+        if (loop.refused or loop.unreached) and not sending.cancelling():
+            sending.cancel()
+
+    def _check(self, loop: OpenLoop) -> None:
+        """Raises: RequestRefused, PeerGone."""
+        if loop.refused:
+            raise RequestRefused(f"{self._options.url} refuses what it is asked: {loop.refused}")
+        if loop.unreached:
+            raise PeerGone(f"{self._options.url} does not answer any more: {loop.unreached}")
+
+    def _check_all_answer(self) -> None:
+        """Whether what failed is what the load did, and not that somebody is gone. Raises: PeerGone."""
+        _read(f"{self._options.url}/v1/models", self._options.bearer)
+        for url in self._options.statuses:
+            _read(url)
+
     async def _wait_idle(self) -> None:
-        """What the run before left must not be seen as this one's."""
-        until_s = time.monotonic() + IDLE_LIMIT_S
+        """What the run before left must not be seen as this one's. Raises: PeerGone, RunSaysNothing."""
+        heard_s = time.monotonic()
+        until_s = heard_s + IDLE_LIMIT_S
         while True:
             found = await _read_all(self._holders)
+            silent = [one.status_url for one, page in zip(self._holders, found, strict=True) if page is None]
+            if not silent:
+                heard_s = time.monotonic()
+            elif time.monotonic() > heard_s + GONE_LIMIT_S:
+                raise PeerGone(f"{silent[0]} does not answer any more: its worker is gone")
             if all(one is not None and not one["num_running"] + one["num_waiting"] for one in found):
                 return
             if time.monotonic() > until_s:
@@ -167,7 +210,9 @@ class _Watch:
             await asyncio.sleep(self._pause_s)
 
     def check(self) -> None:
-        """Raises: RunSaysNothing when too few readings came back."""
+        """Raises: RunSaysNothing when too few readings came back, PeerGone when none did."""
+        if self._num_lost == self._num_read > 0:
+            raise PeerGone(f"{self._holders[0].status_url} does not answer any more: its worker is gone")
         if self._num_lost > SAMPLES_LOST * self._num_read:
             raise RunSaysNothing(
                 f"{self._num_lost} of {self._num_read} readings of the workers' memory failed"
@@ -217,8 +262,11 @@ def _holder(url: str, found: dict[str, Any]) -> Holder | None:
     return holder
 
 
-def _first_model(url: str, bearer: str) -> str:
-    listed = _read(f"{url}/v1/models", bearer).get("data") or []
-    if not listed:
-        raise SettingsError(f"{url} lists no model: name one with --model")
-    return str(listed[0]["id"])
+def _served(options: LiveOptions) -> tuple[str, int]:
+    """(model, tokens of its context; 0: not said). Raises: PeerGone, SettingsError."""
+    listed = _read(f"{options.url}/v1/models", options.bearer).get("data") or []
+    found = [one for one in listed if not options.model or one["id"] == options.model]
+    if not found and not options.model:
+        raise SettingsError(f"{options.url} lists no model")
+    tokens = found[0].get("max_model_len") if found else None
+    return options.model or str(found[0]["id"]), tokens if isinstance(tokens, int) else 0

@@ -22,11 +22,20 @@ from loadtest.profiler.core.profile import (
 from loadtest.profiler.core.search import RateSearch, SearchLimits
 from loadtest.profiler.requests import Lengths
 from loadtest.workloads.request import Request
+from shared.errors import ClusterError
 
 MAX_SERIES = 400  # requests of a run that are kept for its plot
 FOR_EVER_MS = float("inf")
 NO_RATE = "no rate that was tried keeps the SLO: try a smaller step, looser limits or shorter requests"
+ALL_FAILED = "every request of every run failed: see what the server says of one"
+FAILED_SHARE = 0.5  # of a burst's requests; of one of which more fail the rest does not say what it needs
 Told = Callable[[str], None]
+
+
+class NeedUnknown(ClusterError):
+    """The burst that the role is decided by was not served: lower its factor, or see why its requests fail."""
+
+    code = "profile.need_unknown"
 
 
 class Spans:
@@ -128,16 +137,15 @@ class Profiler:
     def profile(self) -> Profile:
         """Everything. A stable rate of 0 says that no rate keeps the SLO; then nothing is lent or needed.
 
-        Raises: what the runner raises. Cost: some 12 runs, then one a burst.
+        Raises: what the runner raises; NeedUnknown. Cost: some 12 runs, then one a burst.
         """
         search = RateSearch(self._limits)
         while (rate := search.next_rate()) is not None:
             measured = self._measure(rate)
             search.record(rate, kept=measured.kept)
         found = search.found()
-        bursts = [
-            self._burst(found.rate_per_s, factor) for factor in self._settings.bursts if found.rate_per_s
-        ]
+        asked = self._settings.bursts if found.rate_per_s else ()
+        bursts = [one for factor in asked if (one := self._burst(found.rate_per_s, factor)) is not None]
         return self._sum_up(found.rate_per_s, found.settled, found.reason, bursts)
 
     def _measure(self, rate_per_s: float) -> Measured:
@@ -155,10 +163,15 @@ class Profiler:
         )
         return measured
 
-    def _burst(self, rate_per_s: float, factor: float) -> Burst:
+    def _burst(self, rate_per_s: float, factor: float) -> Burst | None:
+        """None: most of its requests failed, so that what it needs is not known."""
         settings, runner = self._settings, self._runner
         requests = self._lengths.burst(rate_per_s, factor, settings.burst_s, settings.seed)
         observed = runner.run(requests)
+        num_failed = sum(not one.ok for one in observed.outcomes)
+        if num_failed > FAILED_SHARE * len(requests):
+            self._tell(f"{factor:g}x: {num_failed} of {len(requests)} requests failed, its need is not known")
+            return None
         demand = peak_tokens(fair_demand(served(observed.outcomes), observed.full))
         measured = _measured(observed, rate_per_s * factor, settings.seed, settings)
         burst = Burst(
@@ -193,7 +206,10 @@ class Profiler:
         peak = max((one.peak_kv_bytes for one in at_rate), default=0)
         free = max(0, runner.pool_bytes - peak) if at_rate else 0
         swap = {factor_name(one.factor): one.swap_bytes for one in bursts}
-        need = swap.get(factor_name(settings.need_factor), 0)
+        decides = factor_name(settings.need_factor)
+        if rate_per_s and settings.bursts and decides not in swap and free <= settings.threshold_bytes:
+            raise NeedUnknown(f"most requests of the {decides}x burst failed: what it needs is not known")
+        need = swap.get(decides, 0)
         role, bytes_per_gpu = label(free, need, settings.threshold_bytes)
         shown = (rate_per_s, round(rate_per_s + self._limits.step, 9))
         return Profile(
@@ -208,7 +224,7 @@ class Profiler:
             free_bytes=free,
             swap_bytes=swap,
             settled=settled,
-            reason=reason or ("" if rate_per_s else NO_RATE),
+            reason=reason or ("" if rate_per_s else self._why_none()),
             source=runner.words,
             calibrated=runner.is_calibrated,
             settings=msgspec.to_builtins(settings),
@@ -217,6 +233,10 @@ class Profiler:
             bursts=msgspec.to_builtins(list(bursts)),
             series={f"{rate:g}": self._series[rate] for rate in shown if rate in self._series},
         )
+
+    def _why_none(self) -> str:
+        all_failed = all(one.num_failed == one.num_requests for one in self._runs)
+        return ALL_FAILED if all_failed else NO_RATE
 
 
 def served(outcomes: Sequence[Outcome]) -> list[Served]:
