@@ -5,7 +5,8 @@
 
 Headless it writes CSV files and one HTML report; --jsonl adds a run file (outcomes.py): a line per request with
 unrounded times (locust rounds those above 100 ms to two digits) and what Quire's receipt says, for loadtest.report.
-Users wait for answers, so there is no lag, and the offered rate is what they came to. The POST row is the time to the
+Users wait for answers, so there is no lag, and the offered rate is what they came to. Requests that the run's end cuts
+off are lines, too (cut_off). The POST row is the time to the
 response's headers only; the LLM rows `ttft`, `tpot` and `e2e` are the measurements. Without --headless the same runs
 from locust's web page.
 
@@ -26,9 +27,9 @@ from locust import FastHttpUser, constant, events, task
 from locust.exception import StopUser
 
 from loadtest.open_loop import NO_ANSWER
-from loadtest.outcomes import Outcome, take_receipt, take_times, write_head, write_outcome
+from loadtest.outcomes import Outcome, take_cut, take_receipt, take_times, write_head, write_outcome
 from loadtest.results import machine
-from loadtest.sse import StreamError, read_stream
+from loadtest.sse import StreamError, StreamTimes, read_stream
 from loadtest.workloads import tokens
 from loadtest.workloads.catalogue import WORKLOADS, settings
 from loadtest.workloads.request import Request
@@ -143,17 +144,33 @@ class ChatUser(FastHttpUser):
         self.number, self.num_talks = next(USERS), 0
         self.random = random.Random(f"{options.seed}-{self.number}")
         self.headers = {"authorization": f"Bearer {options.bearer}"} if options.bearer else {}
-        self.model = options.model or self._first_model()
+        self.model = self._first_model()
         self.messages: list[dict[str, str]] = []
 
     def _first_model(self) -> str:
+        """--model, or the first that the server lists. Ends the run where nothing answers, or none is listed."""
+        named = self.options.model
         with self.client.get("/v1/models", headers=self.headers, catch_response=True) as response:
-            listed: Any = response.json()
-            models = (listed or {}).get("data") or []
-            if not models:
-                response.failure("no models")
-                raise RuntimeError("the server lists no model: name one with --model")
-            return models[0]["id"]
+            if named and response.status_code:
+                response.success()  # not every server lists models
+                return named
+            try:
+                if response.status_code != 200:
+                    raise ValueError(f"status {response.status_code or '0, nothing answers'}")
+                return str(response.json()["data"][0]["id"])
+            except (*NO_ANSWER, IndexError) as error:
+                response.failure(str(error))
+                why = f"{self.host}/v1/models lists no model ({error}): is the server up? --model names one"
+        self._end_in_vain(why)
+        raise gevent.GreenletExit  # locust logs a traceback of a StopUser before the first task
+
+    def _end_in_vain(self, why: str) -> None:
+        """The first user says why, and ends the run: the process with status 2, where there is no web page."""
+        environment = self.environment
+        if environment.process_exit_code is None:
+            environment.process_exit_code = 2
+            print(f"error: {why}", file=sys.stderr)
+            gevent.spawn(environment.runner.stop if environment.web_ui else environment.runner.quit)
 
     @task
     def chat(self) -> None:
@@ -222,25 +239,33 @@ class ChatUser(FastHttpUser):
         started = time.perf_counter()
         # nobody is late: a user's next request is due when it is sent
         outcome.due_ms = outcome.sent_ms = round((started - self.environment.began_s) * 1000, 3)
-        text = ""
+        times = StreamTimes(started)
+        try:
+            self._stream(body, outcome, times)
+        except gevent.GreenletExit:  # the run ends
+            take_cut(outcome, times, (time.perf_counter() - started) * 1000)
+            raise
+        finally:
+            self._report(outcome, (time.perf_counter() - started) * 1000)
+        return times.text if outcome.ok else None
+
+    def _stream(self, body: dict[str, Any], outcome: Outcome, times: StreamTimes) -> None:
+        """Send it and read the answer, as long as the run goes on."""
         with self.client.post(
             "/v1/chat/completions", json=body, headers=self.headers, stream=True, catch_response=True
         ) as response:
             try:
                 if response.status_code != 200:
                     raise StreamError(f"status {response.status_code}: {(response.text or '')[:200]}")
-                times = read_stream(lambda: response.stream.readline(b"\n"), started)
+                read_stream(lambda: response.stream.readline(b"\n"), times.started, times)
                 take_receipt(outcome, times.receipt)
                 take_times(outcome, times)
-                text = times.text
             except (StreamError, OSError, *NO_ANSWER) as failure:
                 outcome.error = f"{type(failure).__name__}: {failure}"
             if outcome.error:
                 response.failure(outcome.error)
             else:
                 response.success()
-        self._report(outcome, (time.perf_counter() - started) * 1000)
-        return text if outcome.ok else None
 
     def _report(self, outcome: Outcome, took_ms: float) -> None:
         for name, value in (("ttft", outcome.ttft_ms), ("tpot", outcome.tpot_ms), ("e2e", took_ms)):

@@ -18,7 +18,7 @@ class Outcome:
 
     lag_ms: how late it was sent, which is the client's fault. ttft_ms: 0 of a whole answer: none of its tokens showed
     text. error: "" when the answer is whole; skipped: nothing was sent (the turn before failed, or the client had too
-    many in flight).
+    many in flight). cut_off: the run ended before the answer did; jct_ms is until then.
     sources: prompt tokens by where their KV came from, by the receipt of the stage that computed the prompt.
     """
 
@@ -50,12 +50,13 @@ class Outcome:
     predicted_ttft_ms: float = 0.0
     longest_gap_ms: float = 0.0
     skipped: bool = False
+    cut_off: bool = False
     error: str = ""
 
     @property
     def ok(self) -> bool:
         """A whole answer with at least one token."""
-        return not self.error and not self.skipped and self.output_tokens > 0
+        return not (self.error or self.skipped or self.cut_off) and self.output_tokens > 0
 
     @property
     def ended_ms(self) -> float:
@@ -106,6 +107,13 @@ def take_times(outcome: Outcome, times: StreamTimes) -> None:
     outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
     if not outcome.output_tokens:
         outcome.error = "the answer holds no token"
+
+
+def take_cut(outcome: Outcome, times: StreamTimes, took_ms: float) -> None:
+    """Fill in what was seen of an answer until the run ended."""
+    outcome.cut_off = True
+    outcome.ttft_ms, outcome.jct_ms = round(times.ttft_ms, 3), round(took_ms, 3)
+    outcome.output_tokens = times.output_tokens or len(times.token_ids) or times.num_events
 
 
 def sources_of(stage: Mapping[str, Any]) -> dict[str, int]:

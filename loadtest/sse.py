@@ -131,12 +131,15 @@ def _count(number: Any) -> int:
     return number
 
 
-def read_pieces(pieces: Sequence[tuple[float, bytes]], started: float) -> StreamTimes:
+def read_pieces(
+    pieces: Sequence[tuple[float, bytes]], started: float, times: StreamTimes | None = None
+) -> StreamTimes:
     """The same from a response that came in pieces: an event's time is that of the piece that ended it.
 
-    Args: pieces: (arrival in seconds of time.perf_counter(), bytes). Raises: StreamError.
+    Args: pieces: (arrival in seconds of time.perf_counter(), bytes). times: filled, for those who want a part, too.
+    Raises: StreamError.
     """
-    times = StreamTimes(started)
+    times = times or StreamTimes(started)
     at, held = 0.0, b""
     lines: deque[tuple[float, bytes]] = deque()
     for at, data in pieces:
@@ -158,9 +161,11 @@ def read_pieces(pieces: Sequence[tuple[float, bytes]], started: float) -> Stream
     return times
 
 
-def read_stream(readline: Callable[[], bytes], started: float) -> StreamTimes:
-    """Read a whole stream. Raises: StreamError."""
-    times = StreamTimes(started)
+def read_stream(
+    readline: Callable[[], bytes], started: float, times: StreamTimes | None = None
+) -> StreamTimes:
+    """Read a whole stream. Args: times: filled meanwhile, for those who are stopped. Raises: StreamError."""
+    times = times or StreamTimes(started)
     for data in events(readline):
         times.take(data, time.perf_counter())
     return times

@@ -45,6 +45,7 @@ def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str,
             "requests",
             "failed",
             "not sent",
+            "cut off",
             "requests/s",
             "output tokens/s",
             "goodput/s",
@@ -55,7 +56,7 @@ def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str,
     ]
     overview += [
         [
-            one.name, str(one.num_requests), str(one.num_failed), str(one.num_skipped),
+            one.name, str(one.num_requests), str(one.num_failed), str(one.num_skipped), str(one.num_cut_off),
             f"{one.requests_per_s:.2f}", f"{one.output_tokens_per_s:.0f}", _interval(one.goodput, "{:.2f}"),
             _interval(one.slo_share, "{:.0%}"), _interval(one.hit, "{:.1%}"),
             "-" if one.hit_bound is None else f"{one.hit_bound:.1%}",
@@ -115,6 +116,7 @@ def warnings(summaries: Sequence[Summary]) -> list[str]:
 
 NOTE = (
     "In brackets: 95% intervals, bootstrap over requests; of shares in the SLO Wilson's. Times are the client's; "
+    "what the run's end cut off counts only where it was late by then; "
     "percentiles by nearest rank."
 )
 

@@ -26,6 +26,10 @@ class Slo:
         """Whole, and seen to be within both: an answer of which nothing was seen has no TTFT to be within."""
         return outcome.ok and 0 < outcome.ttft_ms <= self.ttft_ms and outcome.tpot_ms <= self.tpot_ms
 
+    def is_open(self, outcome: Outcome) -> bool:
+        """Cut off by the run's end before it was late: nobody knows what would have become of it."""
+        return outcome.cut_off and (outcome.ttft_ms or outcome.jct_ms) <= self.ttft_ms
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -42,13 +46,14 @@ class Summary:
 
     seconds: from the first that was sent to the last answer's end. goodput: share in the SLO times the offered rate (of
     the gaps between the times at which requests were due), so that the end of a run, when nothing new comes, costs
-    nothing.
+    nothing. Locust's users wait for answers and offer no rate of their own: those in the SLO, over the run's seconds.
     """
 
     name: str
     num_requests: int
     num_failed: int
     num_skipped: int
+    num_cut_off: int
     seconds: float
     requests_per_s: float
     output_tokens_per_s: float
@@ -117,20 +122,27 @@ def between(run: Run, from_s: float, to_s: float) -> Run:
 
 
 def summarise(run: Run, slo: Slo) -> Summary:
-    """Every figure of a run. Failed requests count against the SLO; those that the client did not send do too."""
+    """Every figure of a run. Failed requests count against the SLO; those that the client did not send do too.
+
+    Those that the run's end cut off count against it where they were late by then, and else neither way.
+    """
     good = [one for one in run.outcomes if one.ok]
     sent = [one for one in run.outcomes if not one.skipped]
     begin_ms = min((one.sent_ms for one in sent), default=0.0)
     seconds = max(1e-3, (max((one.ended_ms for one in sent), default=0.0) - begin_ms) / 1000)
-    share = wilson(sum(slo.met(one) for one in run.outcomes), len(run.outcomes))
+    num_decided = sum(not slo.is_open(one) for one in run.outcomes)
+    share = wilson(sum(slo.met(one) for one in run.outcomes), num_decided)
     due = [one.due_ms for one in run.outcomes]
     offered_s = (max(due) - min(due)) / 1000 if due else 0.0
     per_s = (len(due) - 1) / offered_s if offered_s else len(due) / seconds
+    if run.head.get("client") == "locust":
+        per_s = num_decided / seconds
     return Summary(
         name=run.name,
         num_requests=len(run.outcomes),
-        num_failed=sum(not one.ok and not one.skipped for one in run.outcomes),
+        num_failed=sum(not (one.ok or one.skipped or one.cut_off) for one in run.outcomes),
         num_skipped=sum(one.skipped for one in run.outcomes),
+        num_cut_off=sum(one.cut_off for one in run.outcomes),
         seconds=seconds,
         requests_per_s=len(good) / seconds,
         output_tokens_per_s=sum(one.output_tokens for one in good) / seconds,
@@ -197,7 +209,7 @@ def one_line(found: Summary) -> str:
     """For a terminal."""
     parts = [
         f"{found.name}: {found.num_requests} requests in {found.seconds:.1f} s, {found.num_failed} failed, "
-        f"{found.num_skipped} not sent"
+        f"{found.num_skipped} not sent" + (f", {found.num_cut_off} cut off" if found.num_cut_off else "")
     ]
     for metric, label in zip(METRICS, ("TTFT", "TPOT", "JCT"), strict=True):
         if times := found.times.get(metric):

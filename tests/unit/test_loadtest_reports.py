@@ -105,6 +105,33 @@ def test_a_server_that_stops_answering_does_not_look_as_fast_as_before():
     assert found.goodput.value == pytest.approx(0.1)
 
 
+def test_goodput_of_users_that_wait_for_answers_is_that_of_the_runs_seconds():
+    """Eight users: their first requests come at once, and their gaps are no rate."""
+    rows = [Outcome(n, f"s{n}", 0, due_ms=1.0 * (n % 8), sent_ms=1.0 * (n % 8)) for n in range(8)]
+    for one in rows:
+        one.ttft_ms, one.jct_ms, one.tpot_ms, one.output_tokens = 50.0, 4_000.0 - one.sent_ms, 5.0, 10
+    found = summarise(Run({"client": "locust"}, rows), Slo())
+    assert found.goodput.value == pytest.approx(2.0)
+    assert found.goodput.low < 2.0 == pytest.approx(found.goodput.high)
+    open_loop = summarise(Run({}, rows), Slo())
+    assert open_loop.goodput.value == pytest.approx(1000.0), "seven gaps of a millisecond"
+
+
+def test_what_the_end_of_a_run_cut_off_is_counted_apart_and_misses_the_slo_only_where_it_was_late_already():
+    whole = steady(5, 5)
+    early, late, slow = (
+        Outcome(5, "e", 0, sent_ms=4_900.0, jct_ms=100.0, cut_off=True),
+        Outcome(6, "l", 0, sent_ms=1_000.0, jct_ms=4_000.0, cut_off=True),
+        Outcome(7, "s", 0, sent_ms=1_000.0, jct_ms=4_000.0, ttft_ms=100.0, output_tokens=3, cut_off=True),
+    )
+    found = summarise(Run({}, [*whole.outcomes, early, late, slow]), Slo(ttft_ms=2_000))
+    assert (found.num_requests, found.num_failed, found.num_cut_off) == (8, 0, 3)
+    assert found.slo_share.value == pytest.approx(5 / 6)
+    assert "3 cut off" in summary.one_line(found)
+    rows = dict(render.tables([whole], [found]))["Overview (SLO: TTFT 2000 ms, TPOT 100 ms)"]
+    assert rows[1][rows[0].index("cut off")] == "3"
+
+
 def test_a_share_of_few_requests_is_not_said_to_be_certain():
     for answered, low, high in ((5, 0.5655, 1.0), (0, 0.0, 0.4345), (4, 0.3755, 0.9638)):
         share = summarise(steady(5, answered), Slo()).slo_share
