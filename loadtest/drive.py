@@ -7,35 +7,39 @@
 
 Writes one JSONL file (a line per request, see outcomes.py) and prints a summary; loadtest.report compares files. Exit
 status 0: a valid run; 1: more than --max-failed of the requests failed; 2: it was not begun, and why; 3: the client was
-the bottleneck.
+the bottleneck; 130: Ctrl-C cut it short, and what there was by then is in the file.
 """
 
 import argparse
 import asyncio
 import json
+import secrets
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from loadtest.http_client import Client
 from loadtest.open_loop import OpenLoop, Plan, lag_p99_ms, verdict
 from loadtest.option_checks import check_numbers
 from loadtest.outcomes import Run, write_run
-from loadtest.reports.summary import Slo, one_line, summarise
+from loadtest.reports.summary import Slo, Summary, one_line, summarise
 from loadtest.results import machine
 from loadtest.workloads import catalogue, trace_files
-from loadtest.workloads.request import Request, check, clipped, scaled
+from loadtest.workloads.request import Request, check, clipped, salted, scaled
 from loadtest.workloads.stats import infinite_cache_hit_ratio
 from loadtest.workloads.tokens import TokenRange
 from shared import http_get
 
-CLIENT_BOUND = 3
+TOKENS = "256:4096"
+CLIENT_BOUND, INTERRUPTED = 3, 130
 LEAST = {
     "rate": 0, "seconds": 0, "requests": 0, "context": 0, "output_scale": 0, "max_lag_ms": 0, "max_failed": 0,
     "max_in_flight": 1, "block_tokens": 1,
 }  # fmt: skip
+NOT_OF_A_RUN = {"bearer", "list", "write_trace", "out", "name", "url"}  # options that its head does not have
 ABOVE_0 = ("speed", "scale", "timeout_s", "slo_ttft_ms", "slo_tpot_ms")
 
 
@@ -49,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         check_numbers(options, LEAST, above_0=ABOVE_0)
+        _refuse_idle(options)
         requests, real_history = _requests(options)
         if not requests:
             raise ValueError("there is no request to send: see --seconds, --requests and --rate")
@@ -56,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
             number = trace_files.write_mooncake(Path(options.write_trace), requests)
             print(f"{number} requests in {options.write_trace}")
             return 0
+        if options.salt:
+            requests = salted(requests, options.salt)
         _check_out(options.out)
         url = _server(options.url)
         client = Client(url, bearer=options.bearer)
@@ -64,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, trace_files.TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(_drive(options, requests, client, plan, hit_bound))
+    try:
+        return asyncio.run(_drive(options, requests, client, plan, hit_bound))
+    except KeyboardInterrupt:  # once more, while the file was written
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--requests", type=int, default=0, help="at most so many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--salt", default=secrets.token_hex(4),
+        help="of the prompts' tokens; default: another one each time, so that no cache knows them from an earlier run. "
+        "The salt of a run's head asks its prompts again, '' those of the workload itself",
+    )  # fmt: skip
     parser.add_argument("--speed", type=float, default=1.0, help="of a trace: 2 replays it twice as fast")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; sharing stays")
     parser.add_argument("--output-scale", type=float, default=0.0, help="of outputs; 0: --scale")
@@ -98,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--history", choices=("real", "planned"), help="what later turns carry; default: the workload's"
     )
     parser.add_argument("--text", action="store_true", help="chat messages of words instead of token ids")
-    parser.add_argument("--tokens", default="256:4096", help="range of the prompts' token ids")
+    parser.add_argument("--tokens", default=TOKENS, help="range of the prompts' token ids")
     parser.add_argument(
         "--token-ids", action="store_true",
         help="ask for token ids (Quire, vLLM): tokens that show no text are seen then",
@@ -119,6 +134,20 @@ def _parser() -> argparse.ArgumentParser:
         "--write-trace", default="", help="write the workload as a Mooncake trace instead of running it"
     )
     return parser
+
+
+def _refuse_idle(options: argparse.Namespace) -> None:
+    """Options that would be asked for and change nothing. Raises: ValueError."""
+    is_trace = options.trace is not None
+    for name, value, has_effect, why in (
+        ("speed", options.speed if options.speed != 1.0 else None, is_trace, "on a workload: see --rate"),
+        ("set", " ".join(options.set) or None, not is_trace, "on a trace"),
+        ("history", options.history, not is_trace, "on a trace, whose turns carry what the file says"),
+        ("tokens", options.tokens if options.tokens != TOKENS else None, not options.text, "with --text"),
+    ):
+        if value is not None and not has_effect:
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ValueError(f"--{name} {shown} has no effect {why}")
 
 
 def _requests(options: argparse.Namespace) -> tuple[list[Request], bool]:
@@ -192,49 +221,85 @@ def _plan(options: argparse.Namespace, model: str, real_history: bool) -> Plan:
     )
 
 
+def rate_per_s(options: argparse.Namespace, requests: Sequence[Request]) -> float:
+    """That was offered: as told, the workload's own, or of a trace as it is replayed; 0: all come at once."""
+    if options.trace is None:
+        return options.rate or catalogue.WORKLOADS[options.workload].rate_per_s
+    took_s = (requests[-1].arrival_ms - requests[0].arrival_ms) / 1000
+    return round((len(requests) - 1) / took_s, 4) if took_s else 0.0
+
+
 async def _drive(
     options: argparse.Namespace, requests: list[Request], client: Client, plan: Plan, hit_bound: float
 ) -> int:
     loop = OpenLoop(client, plan, progress=_Progress(len(requests)))
-    started = time.time()
+    started, is_cut_short = time.time(), False
     try:
         outcomes = await loop.run(requests)
+    except asyncio.CancelledError:  # Ctrl-C
+        outcomes, is_cut_short = loop.so_far(), True
     finally:
         client.close()
-    head = {
-        "name": options.name or options.out.stem,
-        "workload": str(options.trace.name) if options.trace else options.workload,
-        "rate_per_s": options.rate,
-        "seed": options.seed,
-        "scale": options.scale,
-        "options": options.set,
-        "real_history": plan.real_history,
-        "model": plan.model,
-        "started_unix_s": round(started, 3),
-        "hit_bound": round(hit_bound, 4),
-        "most_in_flight": loop.most_in_flight,
-        "client_verdict": verdict(outcomes, plan),
-        "machine": machine(),
-    }
-    run = Run(head, outcomes)
+    run = Run(
+        {
+            **_head(options, requests, plan),
+            "started_unix_s": round(started, 3),
+            "hit_bound": round(hit_bound, 4),
+            "most_in_flight": loop.most_in_flight,
+            "client_verdict": verdict(outcomes, plan),
+            "cut_short": is_cut_short,
+            "machine": machine(),
+        },
+        outcomes,
+    )
     write_run(options.out, run)
-    found = summarise(run, Slo(options.slo_ttft_ms, options.slo_tpot_ms))
-    print(f"\n{one_line(found)}")
-    print(f"hits of an infinite cache: {head['hit_bound']:.1%} of prompt tokens, in whole blocks")
-    print(f"lag p99 {lag_p99_ms(outcomes):.1f} ms, most in flight {loop.most_in_flight}; {options.out}")
-    if unseen := sum(one.ok and not one.ttft_ms for one in outcomes):
+    found = _say(run, options, loop.most_in_flight)
+    if is_cut_short:
         print(
-            f"  {unseen} answers showed no text: they have no TTFT, and are not within the SLO; see --token-ids"
+            f"the run was cut short after {len(outcomes)} of {len(requests)} requests: {options.out}",
+            file=sys.stderr,
         )
-    for text in sorted({one.error for one in outcomes if one.error})[:5]:
-        print(f"  error: {text[:300]}")
-    if why := verdict(outcomes, plan):
+        return INTERRUPTED
+    if why := run.head["client_verdict"]:
         print(
             f"error: the client was the bottleneck, this run says nothing about the server: {why}",
             file=sys.stderr,
         )
         return CLIENT_BOUND
     return 1 if found.num_failed > options.max_failed * max(1, found.num_requests) else 0
+
+
+def _head(options: argparse.Namespace, requests: Sequence[Request], plan: Plan) -> dict[str, Any]:
+    """What the run is."""
+    told = {name: value for name, value in vars(options).items() if name not in NOT_OF_A_RUN}
+    return {
+        "name": options.name or options.out.stem,
+        "workload": str(options.trace.name) if options.trace else options.workload,
+        "rate_per_s": rate_per_s(options, requests),
+        "seed": options.seed,
+        "salt": options.salt,
+        "scale": options.scale,
+        "options": options.set,
+        "driver": {**told, "trace": str(options.trace.name) if options.trace else ""},
+        "real_history": plan.real_history,
+        "model": plan.model,
+    }
+
+
+def _say(run: Run, options: argparse.Namespace, most_in_flight: int) -> Summary:
+    """The summary, for a terminal."""
+    outcomes = run.outcomes
+    found = summarise(run, Slo(options.slo_ttft_ms, options.slo_tpot_ms))
+    print(f"\n{one_line(found)}")
+    print(f"hits of an infinite cache: {run.head['hit_bound']:.1%} of prompt tokens, in whole blocks")
+    print(f"lag p99 {lag_p99_ms(outcomes):.1f} ms, most in flight {most_in_flight}; {options.out}")
+    if unseen := sum(one.ok and not one.ttft_ms for one in outcomes):
+        print(
+            f"  {unseen} answers showed no text: they have no TTFT, and are not within the SLO; see --token-ids"
+        )
+    for text in sorted({one.error for one in outcomes if one.error})[:5]:
+        print(f"  error: {text[:300]}")
+    return found
 
 
 class _Progress:

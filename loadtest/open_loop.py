@@ -6,7 +6,9 @@ grows, the client is what is being measured, and `verdict` says so.
 """
 
 import asyncio
+import contextlib
 import gc
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from typing import Any
 import httptools
 
 from loadtest.http_client import Reply, Sends, is_refused
-from loadtest.outcomes import Outcome, take_receipt, take_times
+from loadtest.outcomes import Outcome, take_cut, take_receipt, take_times
 from loadtest.results import quantile
 from loadtest.sse import StreamError, StreamTimes, read_pieces
 from loadtest.workloads import tokens
@@ -79,6 +81,8 @@ class OpenLoop:
         self._begin_s = 0.0
         self.most_in_flight = 0
         self.refused = self.unreached = ""
+        self._outcomes: list[Outcome] = []
+        self._begun: set[int] = set()  # request_ids that were sent, or are not going to be
         self.gaps_ms: list[float] = []  # between tokens, of all answers
 
     async def run(self, requests: Sequence[Request]) -> list[Outcome]:
@@ -88,7 +92,7 @@ class OpenLoop:
         """
         needed = {one.depends_on for one in requests if one.depends_on is not None}
         self._ended = {number: _Ended() for number in needed}
-        outcomes = [_outcome(request) for request in requests]
+        self._outcomes = outcomes = [_outcome(request) for request in requests]
         loop = asyncio.get_running_loop()
         gc.collect()
         gc.disable()
@@ -103,6 +107,10 @@ class OpenLoop:
         finally:
             gc.enable()
         return outcomes
+
+    def so_far(self) -> list[Outcome]:
+        """Of a run that was cancelled: what became of requests until then, but for those not sent yet."""
+        return [one for one in self._outcomes if one.request_id in self._begun]
 
     def _prepare(self, ahead: deque[bytes | None], coming: Sequence[Request], due_ms: float) -> None:
         """Bytes of the first of `coming`, and of more of them while the first is not due: prompts cost CPU time.
@@ -139,6 +147,7 @@ class OpenLoop:
             return
         outcome.due_ms, outcome.sent_ms = round(due_ms, 3), round(self._now_ms(), 3)
         outcome.lag_ms = round(max(0.0, outcome.sent_ms - due_ms), 3)
+        self._begun.add(request.request_id)
         self._num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         times = None
@@ -156,6 +165,9 @@ class OpenLoop:
                 raise StreamError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
             times = read_pieces(reply.pieces, reply.started)
             take_receipt(outcome, times.receipt)
+        except asyncio.CancelledError:  # the run ends
+            _take_part(outcome, reply)
+            raise
         except (StreamError, OSError, TimeoutError, httptools.HttpParserError, *NO_ANSWER) as error:
             outcome.error = f"{type(error).__name__}: {error}"
             if 400 <= reply.status < 500 and reply.status not in OVERLOADED:
@@ -168,6 +180,7 @@ class OpenLoop:
         return times
 
     def _skip(self, request: Request, outcome: Outcome, why: str) -> None:
+        self._begun.add(request.request_id)
         outcome.skipped, outcome.error = True, why
         self._end(request, outcome, None)
 
@@ -227,6 +240,14 @@ def _outcome(request: Request) -> Outcome:
         planned_prompt_tokens=request.prompt_tokens,
         planned_output_tokens=request.output_tokens,
     )
+
+
+def _take_part(outcome: Outcome, reply: Reply) -> None:
+    """Of an answer that the run's end cut off."""
+    times = StreamTimes(reply.started)
+    with contextlib.suppress(StreamError):
+        read_pieces(reply.pieces, reply.started, times)
+    take_cut(outcome, times, (time.perf_counter() - reply.started) * 1000)
 
 
 def lag_p99_ms(outcomes: Sequence[Outcome]) -> float:

@@ -107,11 +107,13 @@ def _interval(one: Interval, form: str) -> str:
 
 def warnings(summaries: Sequence[Summary]) -> list[str]:
     """What a reader must know before reading any figure."""
-    return [
-        f"{one.name}: the client was the bottleneck: {one.client_verdict}"
-        for one in summaries
-        if one.client_verdict
-    ]
+    found = []
+    for one in summaries:
+        if one.client_verdict:
+            found.append(f"{one.name}: the client was the bottleneck: {one.client_verdict}")
+        if one.is_cut_short:
+            found.append(f"{one.name}: the run was cut short")
+    return found
 
 
 NOTE = (

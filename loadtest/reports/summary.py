@@ -67,6 +67,7 @@ class Summary:
     predicted: dict[str, Interval] = field(default_factory=dict)  # error of the scheduler's TTFT, p50 and p90
     lag_p99_ms: float = 0.0
     client_verdict: str = ""
+    is_cut_short: bool = False  # somebody stopped it
 
 
 def nearest_rank(values: np.ndarray, share: float) -> np.ndarray:
@@ -156,6 +157,7 @@ def summarise(run: Run, slo: Slo) -> Summary:
         predicted=_predicted(good),
         lag_p99_ms=lag_p99_ms(run.outcomes),
         client_verdict=str(run.head.get("client_verdict") or ""),
+        is_cut_short=bool(run.head.get("cut_short")),
     )
 
 

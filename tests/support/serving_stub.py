@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,7 +16,7 @@ ANSWER = (
 
 
 class ServingStub(ThreadingHTTPServer):
-    """Args: max_model_len: of /v1/models; 0: left out. bodies: of what was asked. status: of all answers."""
+    """Args: max_model_len: of /v1/models; 0: left out. bodies: of what was asked. status, delay_s: of all answers."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -24,6 +25,7 @@ class ServingStub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.max_model_len, self.status, self.num_running = max_model_len, 200, 0
         self.bodies: list[dict] = []
+        self.delay_s, self.num_answered = 0.0, 0
 
     @property
     def url(self) -> str:
@@ -50,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         status = self.server.status
+        time.sleep(self.server.delay_s)
         self._answer(status, ANSWER if status == 200 else b'{"error":{"message":"said so"}}')
+        self.server.num_answered += 1
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
