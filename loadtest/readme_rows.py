@@ -301,7 +301,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
     (
         "h200-exactness",
         "float32_equal_ratio",
-        "answers equal stock vLLM's in float32, 7 clusters on one and two H100s, with and without CUDA graphs",
+        "answers equal stock vLLM's in float32, 7 clusters on one and two {gpu}s, with and without CUDA graphs",
         "{:.2f}",
         "1",
     ),

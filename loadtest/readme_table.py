@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from loadtest.readme_rows import ROWS
 from loadtest.registry import RESULTS, ROOT
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+GPU = re.compile(r"NVIDIA (\S+).*")  # of "NVIDIA H100 80GB HBM3"
 README, ALL = ROOT / "README.md", ROOT / "docs" / "measured.md"
 
 
@@ -19,6 +21,12 @@ def load(name: str) -> dict[str, Any] | None:
     """A result file, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
+
+
+def words(what: str, found: Mapping[str, Any]) -> str:
+    """A row's words; {gpu}: the model that the result was measured on, in short."""
+    names = dict.fromkeys(GPU.sub(r"\1", name) for name in found["machine"].get("gpu") or ())
+    return what.replace("{gpu}", " and ".join(names) or "GPU")
 
 
 def render(target: Path) -> str:
@@ -36,7 +44,7 @@ def render(target: Path) -> str:
         machines.add(f"{machine.get('cpu', 'unknown CPU')}, {machine.get('num_cpus', '?')} cores")
         value = found["metrics"][metric]
         shown = form.format(value / (1 << 30) if metric.endswith("_bytes") else value)
-        lines.append(f"| {what} | {shown} | {bar} | [{name}]({folder}loadtest/results/{name}.json) |")
+        lines.append(f"| {words(what, found)} | {shown} | {bar} | [{name}]({folder}loadtest/results/{name}.json) |")
     if len(lines) == 2:
         return "\n"
     return "\n" + "\n".join(lines) + "\n\nMachine: " + "; ".join(sorted(machines)) + ".\n"

@@ -16,7 +16,7 @@ from loadtest.reports.summary import Slo, between, one_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 2 when a file is no run."""
+    """0; 2 when a file is no run, or the report cannot be written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +42,12 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    for found in write_report(runs, options.out, Slo(options.slo_ttft_ms, options.slo_tpot_ms)):
+    try:
+        summaries = write_report(runs, options.out, Slo(options.slo_ttft_ms, options.slo_tpot_ms))
+    except OSError as error:
+        print(f"error: --out {options.out}: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
+    for found in summaries:
         print(one_line(found))
     print(options.out / "report.html")
     return 0

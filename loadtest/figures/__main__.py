@@ -24,6 +24,7 @@ from loadtest.figures import (
 )
 from loadtest.registry import RESULTS
 
+KINDS = ("svg", "png", "pdf")
 DRAWN = Path(__file__).parent / "drawn"
 SHEETS = (
     *cluster.SHEETS,
@@ -41,7 +42,10 @@ SHEETS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw all; exit status 0, also when there are no results yet: such a figure says what is missing, and why."""
+    """Draw all; exit status 0, also when there are no results yet: such a figure says what is missing, and why.
+
+    2: there is no such figure or kind, or nothing can be written.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,17 +54,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="names of figures, by comma")
     parser.add_argument("--kinds", default="svg,png")
     options = parser.parse_args(argv)
+    known = [one.name for one in SHEETS]
+    wanted, kinds = options.only.split(",") if options.only else known, options.kinds.split(",")
+    try:
+        _refuse_unknown("figure", wanted, known)
+        _refuse_unknown("kind", kinds, KINDS)
+        _draw(options, wanted, kinds)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _refuse_unknown(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises: ValueError."""
+    if lacking := [name for name in names if name not in known]:
+        raise ValueError(f"no {what} {', '.join(lacking)}; there are {', '.join(known)}")
+
+
+def _draw(options: argparse.Namespace, wanted: Sequence[str], kinds: Sequence[str]) -> None:
+    """Raises: OSError."""
     results = sheet.Results(options.results)
-    wanted = options.only.split(",") if options.only else [one.name for one in SHEETS]
     lines = []
     for one in SHEETS:
         if one.name in wanted:
-            drawn = sheet.draw(one, results, options.target, options.kinds.split(","))
+            drawn = sheet.draw(one, results, options.target, kinds)
             lines.append(sheet.index_line(one, results, drawn))
             print(f"{one.name:24} {drawn}")
     if not options.only:
         (options.target / "index.md").write_text("# Figures\n\n" + "\n".join(lines) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

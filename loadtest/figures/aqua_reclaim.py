@@ -71,7 +71,7 @@ SHEETS = (
     Sheet(
         "aqua-12",
         "AQUA Figure 12: memory lent, taken back, lent again",
-        ours="8B shape with random weights on two H200s; the lender decides by its own load when it lends; grey: eight "
+        ours="8B shape with random weights on two GPUs; the lender decides by its own load when it lends; grey: eight "
         "times its clients, dotted: it has its memory again; one prompt of twice the consumer's KV memory throughout.",
         paper="Llama 3.1 8B lends to OPT-30B under FlexGen: 8 tokens/s with a peer's memory, a fall while the lender's "
         "traffic is doubled, and the same again when it is steady; up to 6 times the throughput without.",

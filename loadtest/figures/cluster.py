@@ -6,7 +6,19 @@ from matplotlib.figure import Figure
 
 from loadtest.figures.sheet import ACCENT, INK, PALE, Result, Sheet
 
-SYSTEMS = {"": "Quire", "vllm_router_": "vllm-router", "litellm_": "LiteLLM"}
+NAMES = {
+    "quire": "Quire, two stages",
+    "quire_one_stage": "Quire, one stage",
+    "vllm_router": "vllm-router",
+    "litellm": "LiteLLM",
+    "direct": "no proxy",
+}
+PREFIXES = {
+    "quire": "",
+    "quire_one_stage": "quire_one_stage_",
+    "vllm_router": "vllm_router_",
+    "litellm": "litellm_",
+}
 
 
 def gateway_cpu(result: Result) -> Figure:
@@ -18,24 +30,25 @@ def gateway_cpu(result: Result) -> Figure:
         if sample["series"] == "ttft":
             ordered = sorted(sample["ttft_ms"])
             shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
-            name = {"quire": "Quire", "vllm_router": "vllm-router", "litellm": "LiteLLM"}.get(
-                sample["system"], "no proxy"
-            )
+            name = NAMES.get(sample["system"], sample["system"])
             right.plot(ordered, shares, label=f"{name}, {sample['rate_per_s']:.0f}/s", linewidth=1.4)
-    right.set(xscale="log", xlabel="ms", title="Added TTFT at half load", ylim=(0, 1))
-    right.axvline(5, color=ACCENT, linestyle=":", linewidth=1)
+    right.set(xscale="log", xlabel="ms", title="Added TTFT at the rate shown", ylim=(0, 1))
+    right.axvline(5, color=INK, linestyle=":", linewidth=1, label="5 ms, the bar for one stage")
     right.legend(fontsize=7, frameon=False)
     return figure
 
 
 def _bars(axes: Axes, result: Result, key: str, title: str, *, bar: float) -> None:
     values = {
-        name: result["metrics"][prefix + key]
-        for prefix, name in SYSTEMS.items()
+        NAMES[system].replace(", ", ",\n"): result["metrics"][prefix + key]
+        for system, prefix in PREFIXES.items()
         if prefix + key in result["metrics"]
     }
     shown = axes.bar(
-        list(values), list(values.values()), color=[ACCENT, PALE, PALE][: len(values)], width=0.6
+        list(values),
+        list(values.values()),
+        color=[ACCENT if name.startswith("Quire") else PALE for name in values],
+        width=0.6,
     )
     axes.bar_label(shown, fmt="%.0f", fontsize=8)
     axes.axhline(bar, color=INK, linestyle=":", linewidth=1)
@@ -60,7 +73,8 @@ SHEETS = (
     Sheet(
         "gateway-cpu",
         "CPU of the gateway beside its peers",
-        ours="CPU time of the gateway's process and added time to first token, with mock engines; dotted: the bars.",
+        ours="CPU time of the gateway's process and added time to first token, with mock engines; dotted: the bars. "
+        "Rates are half of what Quire takes with so many stages; peers' that of one stage, or half of their own.",
         paper="",
         differs="",
         needs=("gateway-cpu",),

@@ -292,8 +292,7 @@ SHEETS = (
         paper="prompt-tree scheduling lowers the P99 of TTFT by 59% against intra-session scheduling at share ratio 2.",
         differs="the paper runs Llama2-13B on H800s and does not state its load; `session, pages pulled` and `cost` "
         "bring pages from other instances, which the paper's policies do not.",
-        needs=("simulated-locality",),
-        also=("locality",),
+        also=("simulated-locality", "locality"),
         draw=locality,
     ),
 )

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from loadtest.results import load_result
 
 Result = dict[str, Any]
+HEAD = {"name", "commit", "date", "machine", "samples"}  # of every result
 INK, PALE, ACCENT, SECOND, THIRD = "#333333", "#9db4c0", "#c8553d", "#4b6c5a", "#d9a441"
 COLOURS = (ACCENT, PALE, SECOND, THIRD, "#6d6875", "#7fb069")
 CAPTION_COLUMNS = 130
@@ -40,13 +41,27 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[str, Result | None] = {}
+        self._wrong: dict[str, str] = {}
 
     def get(self, name: str) -> Result | None:
-        """None when there is no such file."""
+        """None when there is no such file, or it cannot be read: see why_lacking()."""
         if name not in self._read:
             path = self._folder / f"{name}.json"
-            self._read[name] = load_result(path) if path.is_file() else None
+            self._read[name] = None
+            try:
+                found = load_result(path) if path.is_file() else None
+                if found is not None and not (isinstance(found, dict) and found.keys() >= HEAD):
+                    raise ValueError(f"{path.name} is no result")
+                self._read[name] = found
+            except (ValueError, OSError) as error:
+                self._wrong[name] = str(error)
         return self._read[name]
+
+    def why_lacking(self, names: Sequence[str], reason: str = "") -> str:
+        """Of those that get() has not: what is wrong with their files, else the reason, else how they are measured."""
+        if wrong := [self._wrong[name] for name in names if name in self._wrong]:
+            return "; ".join(wrong)
+        return reason or f"no result file {', '.join(names)} yet: `make measure NAME={names[0]}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ def draw(sheet: Sheet, results: Results, target: Path, kinds: Sequence[str] = ("
     why = ""
     with plt.rc_context(STYLE | {"svg.hashsalt": sheet.name}):
         if sheet.draw is None or lacking:
-            why = sheet.reason or f"no result file {', '.join(lacking)} yet: `make measure NAME={lacking[0]}`"
+            why = results.why_lacking(lacking, sheet.reason)
             figure = placeholder(why)
         else:
             made = sheet.draw(*(found[name] for name in (*sheet.needs, *sheet.also)))
@@ -108,9 +123,19 @@ def index_line(sheet: Sheet, results: Results, drawn: str) -> str:
 
 def origin(result: Result) -> str:
     """Machine, commit and day of a result."""
-    machine = result["machine"]
-    where = ", ".join(dict.fromkeys(machine.get("gpu", []))) or machine["cpu"]
+    found = cards(result)
+    where = ", ".join(found) or result["machine"]["cpu"]
+    if len(found) > 1:
+        where += " (by point)"
     return f"{result['name']}: {where}, {result['commit'][:10]}, {result['date'][:10]}"
+
+
+def cards(result: Result) -> list[str]:
+    """Names of the GPUs that it was measured on: what samples of several machines say for themselves, else the file."""
+    samples = result.get("samples")
+    rows = [row for row in samples if isinstance(row, dict)] if isinstance(samples, list) else []
+    of_samples = dict.fromkeys(card for row in rows for card in row.get("cards") or ())
+    return list(of_samples or dict.fromkeys(result["machine"].get("gpu") or ()))
 
 
 def placeholder(reason: str) -> Figure:

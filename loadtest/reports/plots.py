@@ -48,7 +48,7 @@ def distributions(runs: Sequence[Run], slo: Slo) -> Figure:
             axes.axvline(limits[metric], color="#333333", linestyle=":", linewidth=1)
         axes.set(xscale="log", xlabel="ms", ylim=(0, 1), title=LABELS[metric])
     every[0].set_ylabel("share of requests")
-    if any(run.outcomes for run in runs):
+    if every[-1].get_lines():
         every[-1].legend()
     figure.tight_layout()
     return figure
