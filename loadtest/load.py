@@ -13,8 +13,10 @@ from pathlib import Path
 
 from loadtest.http_client import Client, Reply
 from loadtest.precise_timer import poisson
+from loadtest.results import quantile
 from loadtest.systems import System
 
+MAX_LAG_MS = 50.0  # as the open loop of workloads
 CHAT = "/v1/chat/completions"
 WORDS = Path(__file__).with_name("prompts.txt").read_text().split()
 
@@ -67,25 +69,47 @@ async def _ok(client: Client, request: bytes) -> bool:
 
 
 async def open_loop(
-    client: Client, requests: Sequence[bytes], rate_per_s: float, rng: random.Random
+    client: Client,
+    requests: Sequence[bytes],
+    rate_per_s: float,
+    rng: random.Random,
+    *,
+    max_lag_ms: float = MAX_LAG_MS,
 ) -> tuple[list[float], int]:
-    """Poisson arrivals that never wait for answers: (TTFT of each in ms, failures)."""
+    """Poisson arrivals that never wait for answers: (TTFT of each from when it was due in ms, failures).
+
+    Raises: RuntimeError where one request in a hundred went out later than max_lag_ms: the client was measured then.
+    """
+    due_s: list[float] = []  # of time.monotonic(), which on Linux is perf_counter()'s clock
+    tasks: list[asyncio.Task[Reply]] = []
     gc.collect()
     gc.disable()
     try:
         waiting = iter(requests)
         arrivals = poisson(rng, rate_per_s, len(requests))
-        tasks = [asyncio.create_task(client.post(next(waiting))) async for _ in arrivals]
+        async for at_s in arrivals:
+            due_s.append(at_s)
+            tasks.append(asyncio.create_task(client.post(next(waiting))))
         replies = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
         gc.enable()
-    good = [reply for reply in replies if isinstance(reply, Reply) and reply.ok]
+    good = [
+        (at_s, reply)
+        for at_s, reply in zip(due_s, replies, strict=True)
+        if isinstance(reply, Reply) and reply.ok
+    ]
     for reply in replies:
         if not isinstance(reply, Reply):
             client.complain(repr(reply))
         elif not reply.ok:
             client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
-    return [round(reply.ttft_ms(), 3) for reply in good], len(replies) - len(good)
+    lag_ms = [max(0.0, reply.started - at_s) * 1000 for at_s, reply in good]
+    if good and (late_ms := quantile(lag_ms, 0.99)) > max_lag_ms:
+        raise RuntimeError(
+            f"one request in a hundred went out {late_ms:.0f} ms late or later, {max_lag_ms:g} are allowed"
+        )
+    ttft_ms = [round(reply.ttft_ms() + lag, 3) for (_, reply), lag in zip(good, lag_ms, strict=True)]
+    return ttft_ms, len(replies) - len(good)
 
 
 async def paced_streams(
