@@ -44,7 +44,9 @@ def render(target: Path) -> str:
         machines.add(f"{machine.get('cpu', 'unknown CPU')}, {machine.get('num_cpus', '?')} cores")
         value = found["metrics"][metric]
         shown = form.format(value / (1 << 30) if metric.endswith("_bytes") else value)
-        lines.append(f"| {words(what, found)} | {shown} | {bar} | [{name}]({folder}loadtest/results/{name}.json) |")
+        lines.append(
+            f"| {words(what, found)} | {shown} | {bar} | [{name}]({folder}loadtest/results/{name}.json) |"
+        )
     if len(lines) == 2:
         return "\n"
     return "\n" + "\n".join(lines) + "\n\nMachine: " + "; ".join(sorted(machines)) + ".\n"
