@@ -54,7 +54,7 @@ class SchedulerLink:
             on_down=on_down,
             on_up=self._up,
         )
-        self._malformed_log = MalformedLog(_log)
+        self._malformed_log = MalformedLog(_log, metrics.MALFORMED.labels("scheduler"))
         self._hello = GatewayHello(gateway=secrets.token_hex(8), request_deadline_ms=request_deadline_ms)
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._timer: asyncio.TimerHandle | None = None
@@ -65,7 +65,6 @@ class SchedulerLink:
         return self._link.up
 
     def _malformed(self, error: PeerProtocolError) -> None:
-        metrics.MALFORMED.labels("scheduler").inc()
         self._malformed_log.note(f"the scheduler at {self._link.endpoint}", error)
 
     def open(self) -> None:

@@ -41,7 +41,7 @@ class WorkerLink(Generic[C]):
         self.calls: set[C] = set()
         self._on_down = on_down
         self._on_malformed = on_malformed
-        self._malformed_log = MalformedLog(_log)
+        self._malformed_log = MalformedLog(_log, metrics.MALFORMED.labels("worker"))
         self._pending: list[tuple[GatewayToWorker, tuple[bytes, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._epoch = Epoch(-1)  # the largest that was named to this link
@@ -108,7 +108,6 @@ class WorkerLink(Generic[C]):
                 return
 
     def _malformed(self, error: PeerProtocolError) -> None:
-        metrics.MALFORMED.labels("worker").inc()
         self._malformed_log.note(f"the worker at {self.endpoint}", error)
         self._on_malformed(self.endpoint, list(self.calls))
 

@@ -30,16 +30,17 @@ MAX_QUEUED = 4_096  # messages, before the link is up or unread by the peer
 RETRY_PATH_S = 1.0  # after a path failed
 
 log = get_logger("mempool.peers")
-_malformed_log = MalformedLog(log)
-_malformed = counter(
-    "quire_mempool_peer_malformed_total", "Messages between mempools of hosts that were no messages."
+_malformed = MalformedLog(
+    log,
+    counter(
+        "quire_mempool_peer_malformed_total", "Messages between mempools of hosts that were no messages."
+    ),
 )
 
 
 def note_malformed(address: str, error: PeerProtocolError) -> None:
     """Another host's mempool said what is no message."""
-    _malformed.inc()
-    _malformed_log.note(f"the mempool at {address}", error)
+    _malformed.note(f"the mempool at {address}", error)
 
 
 class Owner(Protocol):

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
-
 from shared.engine.interface import Engine
 from shared.engine.worker_config import WorkerSettings
 
@@ -34,4 +32,4 @@ def make_engine(settings: WorkerSettings) -> Engine:
         from shared.engine.vllm_engine import VllmEngine
     die_when_crashed()  # its core and ranks: rank_processes.py
 
-    return VllmEngine(msgspec.structs.replace(settings, device=device))
+    return VllmEngine(settings)

@@ -1,12 +1,13 @@
 """What vLLM's scheduler said last, and how long steps take."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from shared.engine.interface import DecodeStep, EngineStep, PromptStep
+from shared.engine.interface import DecodeStep, PromptStep
+from shared.engine.step_listener import StepListener
 from shared.observe.log import get_logger
 
 _log = get_logger("engine.load_view")
@@ -29,8 +30,7 @@ class LoadView(StatLoggerBase):
         self.kv_used_share = 0.0
         self.step_ms = 0.0
         self.preempted = 0
-        self.on_step: Callable[[EngineStep], None] | None = None
-        self._has_failed = False
+        self.listener = StepListener(_log)  # vLLM takes an exception in record() for its engine's death
         self._unfinished_prefill = unfinished_prefill
         self._context_tokens = context_tokens
         self._last: float | None = None
@@ -64,17 +64,6 @@ class LoadView(StatLoggerBase):
             self._note_prompt(gap_s, iteration_stats)
         self._note_decode(gap_s, iteration_stats)
 
-    def _tell(self, step: EngineStep) -> None:
-        """What the listener raises is logged, once: vLLM takes an exception in record() for its engine's death."""
-        if self.on_step is None:
-            return
-        try:
-            self.on_step(step)
-        except Exception:  # noqa: BLE001  nothing that one learns from a step is worth an engine
-            if not self._has_failed:
-                _log.exception("step_listener_failed", step=repr(step))
-            self._has_failed = True
-
     def _note_prompt(self, gap_s: float, stats: Any) -> None:
         """One prompt came to its first token, no other one was open, and it fitted into this step beside the decodes.
 
@@ -93,7 +82,9 @@ class LoadView(StatLoggerBase):
         elif firsts == 1 and before is not None and 0 < found.computed <= self._max_batched_tokens - decodes:
             others = max(0, sum(self._context_tokens.values()) - found.total)
             ms = (before[0] + gap_s) * 1e3
-            self._tell(PromptStep(ms, found.computed, found.cached_tokens, decodes, others, before[1]))
+            self.listener.tell(
+                PromptStep(ms, found.computed, found.cached_tokens, decodes, others, before[1])
+            )
 
     def _note_decode(self, gap_s: float, iteration_stats: Any) -> None:
         decoding = 0
@@ -105,7 +96,7 @@ class LoadView(StatLoggerBase):
             decoding = iteration_stats.num_generation_tokens
         same, self._last_decoding = decoding == self._last_decoding, decoding
         if decoding and same and gap_s < IDLE_S:
-            self._tell(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
+            self.listener.tell(DecodeStep(gap_s * 1e3, decoding, sum(self._context_tokens.values())))
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""

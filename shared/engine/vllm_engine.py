@@ -288,7 +288,7 @@ class VllmEngine:
     def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """See Engine.on_step."""
         if self._load_view is not None:
-            self._load_view.on_step = callback
+            self._load_view.listener.hear = callback
 
     async def clear_cache(self) -> bool:
         """See Engine.clear_cache."""

@@ -69,8 +69,9 @@ class WorkerFront:
         self.outbox = Outbox(self._router.send, self._on_lost)
         self._refused = metrics.counter("quire_worker_refused_total", "Generate messages refused.", ("code",))
         self._lost = metrics.counter("quire_worker_gateways_lost_total", "Gateways given up.", ("reason",))
-        self._malformed = MalformedLog(_log)
-        self._bad = metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
+        self._malformed = MalformedLog(
+            _log, metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
+        )
 
     async def start(self, context: AttemptContext) -> str:
         """Listen; the real address. Raises: SettingsError when it is taken."""
@@ -181,7 +182,6 @@ class WorkerFront:
         self.outbox.terminal(identity, failed)
 
     def _on_malformed(self, identity: bytes, error: PeerProtocolError) -> None:
-        self._bad.inc()
         self._malformed.note(f"a gateway at {self._router.remote(identity) or 'a unix socket'}", error)
 
     # -- gateways that go -------------------------------------------------------------------------

@@ -85,8 +85,9 @@ class SchedulerReports:
             on_up=self._say_hello,
             on_down=self._on_down,
         )
-        self._malformed = MalformedLog(_log)
-        self._bad = metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
+        self._malformed = MalformedLog(
+            _log, metrics.counter("quire_worker_malformed_total", "Messages that were no messages.")
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
         self._hello_at = 0.0
@@ -148,7 +149,6 @@ class SchedulerReports:
         _log.warning("scheduler_down", endpoint=self._link.endpoint)
 
     def _on_malformed(self, error: PeerProtocolError) -> None:
-        self._bad.inc()
         self._malformed.note(f"the scheduler at {self._link.endpoint}", error)
 
     def _on_message(self, _seq: int, message: SchedulerToWorker, _raw: list[bytes]) -> None:

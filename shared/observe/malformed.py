@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import PeerProtocolError
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 SAID_AGAIN_S = 10.0
 MAX_SENDERS = 64  # anybody may connect
@@ -13,16 +16,21 @@ MAX_SENDERS = 64  # anybody may connect
 class MalformedLog:
     """Of one end. Bounded: the last MAX_SENDERS.
 
-    Args: log: of its component; clock: seconds.
+    Args: log: of its component; counter: of such messages, where it is not counted elsewhere; clock: seconds.
     """
 
-    def __init__(self, log: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, log: Any, counter: "Counter | None" = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._log = log
+        self._counter = counter
         self._clock = clock
         self._of: dict[str, tuple[float, int]] = {}  # sender: when it was said, messages since
 
     def note(self, sender: str, error: PeerProtocolError) -> None:
         """A warning, unless this sender's last one is SAID_AGAIN_S old at most: then the next one counts it."""
+        if self._counter is not None:
+            self._counter.inc()
         now_s = self._clock()
         said_s, num_unsaid = self._of.pop(sender, (-SAID_AGAIN_S, 0))
         if is_due := now_s - said_s >= SAID_AGAIN_S:

@@ -25,6 +25,7 @@ from shared.engine.interface import (
     KvUse,
     PromptStep,
 )
+from shared.engine.step_listener import StepListener
 from shared.engine.worker_config import WorkerSettings, block_tokens, on_device
 from shared.errors import ClusterError, InvalidRequest, InvariantBroken, PeerGone, SettingsError
 from shared.ids import BlockHash
@@ -96,8 +97,7 @@ class MockEngine:
         self._running: list[Running] = []
         self._by_id: dict[str, Running] = {}
         self._callback: Callable[[CacheEvent], None] | None = None
-        self._on_step: Callable[[EngineStep], None] | None = None
-        self._has_failed = False  # the listener of steps
+        self._listener = StepListener(_log)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_made = 0
@@ -204,7 +204,7 @@ class MockEngine:
 
     def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """See Engine.on_step."""
-        self._on_step = callback
+        self._listener.hear = callback
 
     async def clear_cache(self) -> bool:
         """See Engine.clear_cache."""
@@ -253,27 +253,17 @@ class MockEngine:
             self._emit()
 
     def _tell_step(self, computed: int, ms: float) -> None:
-        if self._on_step is None or not self._running:
+        if self._listener.hear is None or not self._running:
             return
         context = sum(len(r.request.prompt_token_ids) + r.made for r in self._running)
         if not computed:
-            self._tell(DecodeStep(ms, len(self._running), context))
+            self._listener.tell(DecodeStep(ms, len(self._running), context))
             return
         others = [r for r in self._running if r.made]
         new = [r for r in self._running if not r.made]
         if len(new) == 1 and others and computed == new[0].use.tokens_computed:
             length = len(new[0].request.prompt_token_ids)
-            self._tell(PromptStep(ms, computed, length - computed, len(others), context - length))
-
-    def _tell(self, step: EngineStep) -> None:
-        """What the listener raises is logged, once, as of a real engine (load_view.py)."""
-        assert self._on_step is not None
-        try:
-            self._on_step(step)
-        except Exception:  # noqa: BLE001  nothing that one learns from a step is worth an engine
-            if not self._has_failed:
-                _log.exception("step_listener_failed", step=repr(step))
-            self._has_failed = True
+            self._listener.tell(PromptStep(ms, computed, length - computed, len(others), context - length))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:

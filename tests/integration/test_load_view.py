@@ -19,7 +19,7 @@ def view_and_rig(monkeypatch):
     unfinished: dict[str, int] = {}
     view = module.LoadView(unfinished, {"a": 500, "b": 700, "new": 900}, BUDGET)
     told = []
-    view.on_step = told.append
+    view.listener.hear = told.append
 
     def step(decodes, *prompts, after_ms=10.0, still_open=()):
         """`prompts`: (tokens, found) of those that came to their first token."""
@@ -101,17 +101,17 @@ def test_steps_behind_a_pause_began_nobody_knows_when(rig):
 def test_a_listener_that_fails_does_not_end_the_engine(view_and_rig):
     """vLLM takes an exception in a stat logger for the engine's death: every stream of the worker would end."""
     view, rig = view_and_rig
-    heard = view.on_step
+    heard = view.listener.hear
 
     def fail(step):
         raise ValueError("Counters can only be incremented by non-negative amounts.")
 
-    view.on_step = fail
+    view.listener.hear = fail
     rig(2)
     rig(2)
     assert rig(2, (900, 0)) == []
     rig(2)
     rig(2)  # decodes alone are told too
-    view.on_step = heard
+    view.listener.hear = heard
     rig(2)
     assert len(rig(2, (900, 0))) == 1

@@ -40,14 +40,15 @@ def other_model(description: EngineDescription, others: Collection[Named]) -> Re
 
     Args: others: that are heard.
     """
-    for each in _named_otherwise(description, others):
-        reason = (
-            f"its {description.model!r} is another model (fingerprint {description.fingerprint[:12]}) than that "
-            f"of {each.instance} ({each.description.fingerprint[:12]}): other weights or another config.json; give "
-            "them the same files, or another name to one of them"
-        )
-        return Refused(code=OTHER_MODEL, reason=reason)
-    return None
+    found = _named_otherwise(description, others)
+    if not found:
+        return None
+    reason = (
+        f"its {description.model!r} is another model (fingerprint {description.fingerprint[:12]}) than that of "
+        f"{found[0].instance} ({found[0].description.fingerprint[:12]}): other weights or another config.json; give "
+        "them the same files, or another name to one of them"
+    )
+    return Refused(code=OTHER_MODEL, reason=reason)
 
 
 def makes_way(
