@@ -52,6 +52,7 @@ MEASURES = {  # result name: module
     "simulator": "loadtest.bench_simulator",
     "h200-disaggregation": "loadtest.bench_disaggregation",
     "h200-beside-stock": "loadtest.bench_beside_stock",
+    "h200-full-batches": "loadtest.bench_full_batches",
     "placer": "loadtest.bench_placer",
     "fair-shares": "loadtest.bench_fair_shares",
     "h200-fused-norm": "loadtest.bench_fused_norm",

@@ -113,15 +113,27 @@ class SessionsInTurn:
 
 
 class StockServers:
-    """Used as LocalityCluster is. Raises: StartFailed with the log of a server."""
+    """Used as LocalityCluster is. gpus: of each server; none: those that this process may use. `urls`: of each.
 
-    def __init__(self, folder: Path, start: Start, num_servers: int, *, max_lag_ms: float = 100.0) -> None:
+    Raises: StartFailed with the log of a server.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        start: Start,
+        num_servers: int,
+        *,
+        max_lag_ms: float = 100.0,
+        gpus: Sequence[str] = (),
+    ) -> None:
         self._start = start
         self._folder = folder
         self._fleet = Fleet(folder / "stock")
         self._num_servers = num_servers
         self._max_lag_ms = max_lag_ms
-        self._urls: list[str] = []
+        self._gpus = list(gpus)
+        self.urls: list[str] = []
 
     def __enter__(self) -> "StockServers":
         model = self._start.model(self._folder) or DEMO_MODEL
@@ -129,12 +141,13 @@ class StockServers:
         ports = [free_port() for _ in range(self._num_servers)]
         asked = visible_gpus()  # those that this process may use, where it may not use all
         gpus = asked.split(",") if asked else [str(number) for number in range(self._num_servers)]
-        self._urls = [f"http://127.0.0.1:{port}" for port in ports]
+        gpus = self._gpus or gpus
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
         try:
             for number, port in enumerate(ports):
                 env = {**ENV, **({"CUDA_VISIBLE_DEVICES": gpus[number]} if is_cuda else CPU_ENV)}
                 self._fleet.begin(f"stock-{number}", serve_words(self._start, model, port), env=env)
-            for number, url in enumerate(self._urls):
+            for number, url in enumerate(self.urls):
                 self._fleet.wait_ready(f"stock-{number}", f"{url}/health", timeout_s=READY_S)
         except BaseException:
             self.__exit__()
@@ -143,6 +156,10 @@ class StockServers:
 
     def __exit__(self, *_: object) -> None:
         self._fleet.__exit__()
+
+    def pid(self, number: int) -> int:
+        """Of a server's first process."""
+        return self._fleet.pid(f"stock-{number}")
 
     def use(self, arm: Arm) -> None:
         """Nothing: there is one way to place."""
@@ -158,7 +175,7 @@ class StockServers:
         return until_in_time(lambda again: asyncio.run(self._send(again, plan)), requests, plan)
 
     async def _send(self, requests: Sequence[Request], plan: Plan) -> list[Outcome]:
-        clients = [Client(url) for url in self._urls]
+        clients = [Client(url) for url in self.urls]
         routes = SessionsInTurn(clients)
         try:
             outcomes = await OpenLoop(routes, plan).run(requests)

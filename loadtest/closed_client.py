@@ -1,0 +1,126 @@
+"""Requests by a process of its own, so many at a time: `python -m loadtest.closed_client URL MODEL --count 256 ...`.
+
+Prompts are random token ids, answers greedy and as long as asked. One line of JSON on stdout: see Ran.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from loadtest.http_client import Client, Reply
+
+FIRST_ID, LAST_ID = 300, 4_000  # plain words of any vocabulary
+TIMEOUT_S = 300.0
+
+
+@dataclass(slots=True)
+class Ran:
+    """begin_s, end_s: of time.time(), first request and last answer. cpu_s: of this process meanwhile. tokens: made, as
+    the servers count them. ttft_ms: of streams, each.
+    """
+
+    begin_s: float
+    end_s: float = 0.0
+    cpu_s: float = 0.0
+    requests: int = 0
+    failed: int = 0
+    tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+
+
+def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All requests. Lengths of answers are even between half and one and a half of --tokens, so that they do not begin
+    and end in step.
+    """
+    rng = random.Random(options.seed)
+    out = []
+    for _ in range(options.count):
+        prompt = [rng.randrange(FIRST_ID, LAST_ID) for _ in range(options.prompt_tokens)]
+        most = rng.randrange(options.tokens // 2, options.tokens * 3 // 2 + 1)
+        body = {
+            "model": options.model,
+            "prompt": prompt,
+            "max_tokens": most,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        if options.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        out.append(body)
+    return out
+
+
+def tokens_of(reply: Reply) -> int:
+    """Of its usage. Raises: ValueError, KeyError when it has none."""
+    text = reply.body.decode()
+    if text.startswith("data:"):
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+        text = next(event for event in reversed(events) if '"usage":{' in event.replace('": ', '":'))
+    return int(json.loads(text)["usage"]["completion_tokens"])
+
+
+async def run(options: argparse.Namespace) -> Ran:
+    """Send all, --width at a time."""
+    client = Client(options.url)
+    queue = [client.request_bytes("/v1/completions", body) for body in reversed(bodies(options))]
+    if options.at > time.time():
+        await asyncio.sleep(options.at - time.time())
+    ran, cpu_s = Ran(time.time()), time.process_time()
+    replies: list[Reply] = []
+
+    async def user() -> None:
+        while queue:
+            try:
+                reply = await client.post(queue.pop(), timeout_s=TIMEOUT_S)
+            except (OSError, TimeoutError) as error:
+                client.complain(repr(error))
+                ran.failed += 1
+                continue
+            if not reply.ok:
+                client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
+                ran.failed += 1
+                continue
+            replies.append(reply)
+
+    await asyncio.gather(*(user() for _ in range(options.width)))
+    ran.end_s, ran.cpu_s = time.time(), time.process_time() - cpu_s
+    client.close()
+    ran.requests = options.count
+    ran.tokens = sum(map(tokens_of, replies))  # when nobody waits for it
+    if options.stream:
+        ran.ttft_ms = [round((reply.pieces[0][0] - reply.started) * 1e3, 2) for reply in replies]
+    return ran
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url")
+    parser.add_argument("model")
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--tokens", type=int, default=200, help="of an answer, mean")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--at", type=float, default=0.0, help="begin then, seconds since the epoch")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 1 when a request failed."""
+    ran = asyncio.run(run(parse(argv)))
+    print(json.dumps(asdict(ran)), flush=True)
+    return 1 if ran.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
