@@ -197,7 +197,8 @@ def measure(
         progress.add({
             "round": number, "side": side, "on": sides.on[side], "way": way, "width": width,
             "requests": sum(part.requests for part in parts), "failed": sum(part.failed for part in parts),
-            "tokens": tokens, "seconds": round(took_s, 3), "tokens_per_s": round(tokens / took_s, 1),
+            "tokens": tokens, "events": sum(part.num_events for part in parts),
+            "seconds": round(took_s, 3), "tokens_per_s": round(tokens / took_s, 1),
             "cpu_us_per_token": {name: round(us / max(1, tokens), 2) for name, us in spent.items() if us * 1e-6 > 0.05},
             "client_busy_ratio": round(max(part.cpu_s for part in parts) / took_s, 3),
             "ttft_ms": [ms for part in parts for ms in part.ttft_ms],
