@@ -99,9 +99,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.0  # 0: the engine's own choice
     tensor_parallel_size: int = 1
     enforce_eager: bool = False  # a CPU engine is always eager, and one without block table
-    # steps of at most so many tokens are recorded as CUDA graphs, at least (docs/decisions/0055); 0: vLLM's own choice,
-    # twice max_num_seqs and 512 at most
-    graph_tokens: int = 512
+    # steps of at most so many tokens are recorded as CUDA graphs, at least (docs/decisions/0055, 0056); 0: vLLM's own
+    # choice, twice max_num_seqs and 512 at most
+    graph_tokens: int = 1024
     structured_backend: Literal["guidance", "xgrammar", "auto"] = "guidance"
     structured_any_whitespace: bool = False  # True: a small model may fill its answer with blanks
 

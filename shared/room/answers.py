@@ -22,6 +22,7 @@ def _edges() -> list[int]:
     return edges
 
 
+NO_EDGE = 1 << 62
 EDGES = _edges()  # bucket i: more than EDGES[i - 1] tokens, at most EDGES[i]
 
 
@@ -32,6 +33,7 @@ class AnswerLengths:
         self.num_seen = 0
         self._ended = [0.0] * len(EDGES)
         self._cut = [0.0] * len(EDGES)
+        self._stops: dict[int, tuple[int, int]] = {}  # see _stop(), until the next answer
 
     def note(self, tokens: int, *, ended: bool) -> None:
         """An answer is over. `ended`: by itself, not by max_tokens or because its client left."""
@@ -39,26 +41,36 @@ class AnswerLengths:
             return
         bucket = min(bisect_left(EDGES, tokens), len(EDGES) - 1)
         (self._ended if ended else self._cut)[bucket] += 1
+        self._stops.clear()
         self.num_seen += 1
         if self.num_seen % FADE_AFTER == 0:
             self._ended = [count / 2 for count in self._ended]
             self._cut = [count / 2 for count in self._cut]
 
     def expected(self, most: int, made: int = 0) -> int:
-        """Tokens of an answer in all, made ones too: at least made, else at most `most`. Cost: O(buckets)."""
+        """Tokens of an answer in all, made ones too: at least made, else at most `most`. Cost: O(buckets) once behind
+        each answer, then O(1): an engine asks this of each request, between two steps.
+        """
         if self.num_seen < LEAST_SEEN:
             return max(made, min(most, max(FIRST_TOKENS, 2 * made)))
         first = bisect_left(EDGES, made + 1)
+        stop = self._stops.get(first)
+        if stop is None:
+            stop = self._stops[first] = self._stop(first)
+        edge, tokens = stop
+        return max(made, most if edge >= most else min(most, tokens))
+
+    def _stop(self, first: int) -> tuple[int, int]:
+        """Of those longer than EDGES[first - 1]: the edge behind which none is looked at, and what is expected then, if
+        no shorter one is the longest that may be.
+        """
         at_risk = sum(self._ended[first:]) + sum(self._cut[first:])
-        left, unknown = 1.0, most
+        left = 1.0
         for bucket in range(first, len(EDGES)):
-            if EDGES[bucket] >= most:
-                break
             if at_risk < 0.5:  # nobody was seen to make so much: twice as much, or all of it
-                unknown = min(most, max(FIRST_TOKENS, 2 * EDGES[bucket]))
-                break
+                return EDGES[bucket], max(FIRST_TOKENS, 2 * EDGES[bucket])
             left *= 1.0 - self._ended[bucket] / at_risk
             if left <= 1.0 - SHARE + 1e-9:
-                return max(made, EDGES[bucket])
+                return EDGES[bucket], EDGES[bucket]
             at_risk -= self._ended[bucket] + self._cut[bucket]
-        return max(made, unknown)
+        return NO_EDGE, NO_EDGE

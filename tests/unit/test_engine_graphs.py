@@ -30,11 +30,12 @@ def test_a_gpu_runs_more_requests_at_once_than_a_cpu_unless_the_settings_say_how
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({}, 512),
-        ({"max_num_seqs": 16}, 512),  # vLLM's own choice would be 32
-        ({"max_num_seqs": 1024}, 512),
+        ({}, 1024),
+        ({"max_num_seqs": 16}, 1024),  # vLLM's own choice would be 32
+        ({"max_num_seqs": 1024}, 1024),
         ({"graph_tokens": 64, "max_num_seqs": 100}, 200),
-        ({"graph_tokens": 1024}, 1024),
+        ({"graph_tokens": 64, "max_num_seqs": 1024}, 512),
+        ({"graph_tokens": 2048}, 2048),
         ({"max_num_batched_tokens": 256}, 256),
     ],
 )
