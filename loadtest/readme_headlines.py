@@ -29,6 +29,8 @@ HEADLINES = {
     ("h200-beside-stock", "loogle_ttft_mean_ratio"),
     ("h200-beside-stock", "sharegpt_ttft_mean_ratio"),
     ("h200-beside-stock", "react_ttft_mean_ratio"),
+    ("h200-full-batches", "stream_256_ratio"),
+    ("h200-full-batches", "whole_256_ratio"),
     ("placer", "seconds_128_gpus_s"),
     ("fair-shares", "worst_share_error_ratio"),
     ("h200-exactness", "float32_equal_ratio"),

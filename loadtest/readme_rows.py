@@ -1,5 +1,7 @@
 """Which figures docs/measured.md has, in its order, readme_table.py writes it."""
 
+from loadtest.readme_rows_serving import SERVING
+
 # (file, metric, what it is, form, bar)
 ROWS: list[tuple[str, str, str, str, str]] = [
     (
@@ -219,30 +221,7 @@ ROWS: list[tuple[str, str, str, str, str]] = [
         "{:.2f}",
         "",
     ),
-    (
-        "h200-disaggregation",
-        "compared_points_count",
-        "prefill and decode apart against colocated (8B shape): points compared",
-        "{:.0f}",
-        "",
-    ),
-    (
-        "h200-disaggregation",
-        "disaggregation_wins_count",
-        "the same: points where P99 of JCT is surely lower apart",
-        "{:.0f}",
-        "",
-    ),
-    (
-        "h200-disaggregation",
-        "disaggregation_loses_count",
-        "the same: points where it is surely higher",
-        "{:.0f}",
-        "",
-    ),
-    ("h200-beside-stock", "loogle_ttft_mean_ratio", "mean TTFT over plain vLLM's, documents", "{:.2f}", ""),
-    ("h200-beside-stock", "sharegpt_ttft_mean_ratio", "the same, chat", "{:.2f}", ""),
-    ("h200-beside-stock", "react_ttft_mean_ratio", "the same, agents", "{:.2f}", ""),
+    *SERVING,
     (
         "checksums",
         "default_p50_ratio",
