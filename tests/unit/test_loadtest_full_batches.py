@@ -15,9 +15,10 @@ class Server:
     def __init__(self) -> None:
         self.now = self.most = self.asked = 0
         self.refuse_after = 10_000
-        self.closed: list[asyncio.StreamWriter] = []
+        self.open, self.all_closed = 0, asyncio.Event()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
         while head := await reader.readline():
             length = 0
             while (line := await reader.readline()) != b"\r\n":
@@ -37,7 +38,9 @@ class Server:
             writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
         writer.close()
         await writer.wait_closed()
-        self.closed.append(writer)
+        self.open -= 1
+        if not self.open:
+            self.all_closed.set()
 
     def text(self, body: dict) -> str:
         usage = {"usage": {"completion_tokens": body["max_tokens"]}}
@@ -53,8 +56,7 @@ async def ran_against(server: Server, *words: str) -> closed_client.Ran:
         port = listening.sockets[0].getsockname()[1]
         argv = [f"http://127.0.0.1:{port}", "m", "--count", "24", "--width", "6", "--tokens", "20", *words]
         ran = await closed_client.run(closed_client.parse(argv))
-        while len(server.closed) < server.most:
-            await asyncio.sleep(0.001)
+        await server.all_closed.wait()
         return ran
 
 
