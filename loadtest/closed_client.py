@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 @dataclass(slots=True)
 class Ran:
     """begin_s, end_s: of time.time(), first request and last answer. cpu_s: of this process meanwhile. tokens: made, as
-    the servers count them. num_events: of streams; ttft_ms: of each of them.
+    the servers count them. cached_tokens: of prompts, found in prefix caches. num_events: of streams; ttft_ms: of each.
     """
 
     begin_s: float
@@ -31,6 +31,7 @@ class Ran:
     requests: int = 0
     failed: int = 0
     tokens: int = 0
+    cached_tokens: int = 0
     num_events: int = 0
     ttft_ms: list[float] = field(default_factory=list)
 
@@ -39,7 +40,9 @@ def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All requests. Lengths of answers are even between half and one and a half of --tokens, so that they do not begin
     and end in step.
     """
-    rng = random.Random(options.seed)
+    rng = random.Random(
+        f"{options.seed}/{options.count}/{options.stream}"
+    )  # no run asks another's prompts again
     out = []
     for _ in range(options.count):
         prompt = [rng.randrange(FIRST_ID, LAST_ID) for _ in range(options.prompt_tokens)]
@@ -58,13 +61,15 @@ def bodies(options: argparse.Namespace) -> list[dict[str, Any]]:
     return out
 
 
-def tokens_of(reply: Reply) -> int:
-    """Of its usage. Raises: ValueError, KeyError when it has none."""
+def usage_of(reply: Reply) -> tuple[int, int]:
+    """(Tokens of the answer, cached ones of its prompt). Raises: ValueError, KeyError when it does not say."""
     text = reply.body.decode()
     if text.startswith("data:"):
         events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
         text = next(event for event in reversed(events) if '"usage":{' in event.replace('": ', '":'))
-    return int(json.loads(text)["usage"]["completion_tokens"])
+    usage = json.loads(text)["usage"]
+    details = usage.get("prompt_tokens_details") or {}
+    return int(usage["completion_tokens"]), int(details.get("cached_tokens") or 0)
 
 
 async def run(options: argparse.Namespace) -> Ran:
@@ -94,7 +99,8 @@ async def run(options: argparse.Namespace) -> Ran:
     ran.end_s, ran.cpu_s = time.time(), time.process_time() - cpu_s
     client.close()
     ran.requests = options.count
-    ran.tokens = sum(map(tokens_of, replies))  # when nobody waits for it
+    used = [usage_of(reply) for reply in replies]  # when nobody waits for it
+    ran.tokens, ran.cached_tokens = sum(made for made, _ in used), sum(cached for _, cached in used)
     if options.stream:
         ran.num_events = sum(reply.num_events for reply in replies)
         ran.ttft_ms = [round((reply.pieces[0][0] - reply.started) * 1e3, 2) for reply in replies]

@@ -19,7 +19,7 @@ from loadtest.processes import family
 
 KILL, STOP = "kill", "stop"
 WORKERS = ("prefill", "decode", "colocated")
-OTHERS = ("mempool", "keeper", "scheduler", "coordinator", "redis", "gateway-0")
+OTHERS = ("mempool", "keeper", "scheduler", "coordinator", "redis", "gateway")
 STOPPED_S = (0.5, 4.0)  # a process stands still for so long
 REQUEST_S = 150.0
 AGAIN_S = 0.3  # a client that got no answer asks again so much later
@@ -128,10 +128,12 @@ def _take(heard: Heard, answer: Mapping[str, Any], text: str) -> None:
 
 
 def judge(case: Mapping[str, Any], heard: Heard, stock: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`compared()` of an answer, of what was heard of one that did not end; None: nothing was heard of it."""
-    if not heard.choices:
+    """`compared()` of an answer, of what was heard of one that did not end; None: nothing was heard of it. One that
+    ended without a token is an answer.
+    """
+    if not (heard.choices or heard.ended):
         return None
-    count = max(heard.choices) + 1
+    count = max(heard.choices, default=0) + 1
     ours = [heard.choices.get(i, []) for i in range(count)]
     if heard.ended:
         return shares.compared(case, ours, stock)

@@ -7,10 +7,11 @@ import random
 import httpx
 import pytest
 
+from deploy.local.services_table import ROWS
 from loadtest import bench_faults, faults_rig
 from loadtest.faults_rig import Heard
 
-READY = ["coordinator", "decode-0", "gateway-0", "mempool", "prefill-0", "redis", "scheduler"]
+READY = ["coordinator", "decode-0", "gateway", "mempool", "prefill-0", "redis", "scheduler"]
 CASE = {"id": "a", "params": {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}}
 
 
@@ -43,6 +44,17 @@ def test_every_service_and_the_engine_cores_have_their_turn_and_nobody_ready_is_
     }
     assert all(one.part == "" for one in seen if not one.service.startswith(faults_rig.WORKERS))
     assert faults_rig.plan(rng, []) is None
+
+
+def test_those_who_are_touched_have_the_names_that_quire_gives_them():
+    assert set(faults_rig.OTHERS) <= set(ROWS)
+    assert set(faults_rig.WORKERS) < {"colocated", *ROWS}
+
+
+def test_an_answer_without_a_token_is_one():
+    answers = stock([], [])
+    assert faults_rig.judge(CASE, Heard({}, True, 200), answers)["equal"]
+    assert faults_rig.judge(CASE, Heard({}, True, 200), stock([5], [5]))["unlike_either"]
 
 
 def test_an_answer_is_compared_whole_and_one_that_broke_off_as_far_as_it_was_heard():

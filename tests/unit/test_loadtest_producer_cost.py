@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 def arm(items: float, tpot_ms: float = 0.0) -> dict:
     more = {"tpot_mean_ms": tpot_ms, "tpot_p50_ms": tpot_ms, "tpot_p99_ms": 2 * tpot_ms} if tpot_ms else {}
-    return {"items": items, "seconds": 2.0, **more}
+    return {"items": items, "seconds": 2.0, "is_warm": True, **more}
 
 
 def round_of(producer: str, mode: str, number: int, off: dict, on: dict) -> dict:
@@ -63,6 +63,16 @@ def test_ratios_are_medians_over_rounds_and_the_headline_is_the_worst_producer_w
     assert found["engine_moved_gb_per_s"] == pytest.approx(2.0)
     assert found["copy_alone_gb_per_s"] == pytest.approx(300.0)
     assert check_metrics(found) == []
+
+
+def test_a_models_first_round_that_began_cold_is_left_out():
+    cold = {"items": 3.0, "seconds": 2.0}
+    rounds = [round_of("audio", "full", 0, cold, arm(9))]
+    rounds += [round_of("audio", "full", number, arm(10), arm(9 + number)) for number in (1, 2)]
+    found = bench.metrics_from_samples([*SAMPLES, *rounds])
+    assert found["audio_full_rounds_count"] == 2
+    assert found["audio_full_throughput_ratio"] == pytest.approx(1.05)
+    assert found["audio_full_throughput_best_ratio"] == pytest.approx(1.1)
 
 
 def test_a_reclaim_is_held_against_its_bytes_over_the_same_copies_rate_and_one_step():
