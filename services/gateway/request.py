@@ -4,7 +4,8 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from types import TracebackType
 from typing import Any
@@ -71,12 +72,7 @@ class Incoming:
                 f"A request may have at most {largest} prompts here, as many as may run at a time; got {num_prompts}.",
                 param="prompt",
             )
-        verdict = gateway.admission.enter(self.tenant, num_prompts, now_ms=received_ns // 1_000_000)
-        if not isinstance(verdict, Admitted):
-            raise HttpFailure(
-                verdict.http_status, verdict.code, verdict.reason, retry_after_ms=verdict.retry_after_ms
-            )
-        self.ticket = verdict
+        self.ticket = admitted(gateway, self.tenant, num_prompts, now_ms=received_ns // 1_000_000)
         self.span = start_span(
             "gateway.receive",
             parent=incoming_traceparent(scope),
@@ -94,6 +90,26 @@ class Incoming:
             if error is not None:
                 self.span.fail(str(error))
             self.span.end()
+
+
+def admitted(gateway: Gateway, tenant: str, cost: int, *, now_ms: int) -> Admitted:
+    """Places taken. Raises: HttpFailure 503 or 429 when the gateway, or what the tenant may have, is full."""
+    verdict = gateway.admission.enter(tenant, cost, now_ms=now_ms)
+    if isinstance(verdict, Admitted):
+        return verdict
+    raise HttpFailure(
+        verdict.http_status, verdict.code, verdict.reason, retry_after_ms=verdict.retry_after_ms
+    )
+
+
+@contextmanager
+def one_place(gateway: Gateway, scope: Scope) -> Iterator[None]:
+    """For what is no completion and takes the tokenizer's time all the same. Raises: as admitted()."""
+    ticket = admitted(gateway, scope[TENANT], 1, now_ms=time.monotonic_ns() // 1_000_000)
+    try:
+        yield
+    finally:
+        gateway.admission.leave(ticket, now_ms=time.monotonic_ns() // 1_000_000, is_answer=False)
 
 
 def check_model(gateway: Gateway, model: str) -> None:

@@ -13,7 +13,7 @@ from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
 from services.gateway.metrics import IN_FLIGHT_NAME
 from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
-from services.gateway.request import check_model
+from services.gateway.request import check_model, one_place
 from shared.errors import ModelNotFound, PromptTooLong
 from shared.observe import metrics as observed
 
@@ -130,9 +130,14 @@ def _check_count(gateway: Gateway, num_tokens: int, param: str) -> None:
 
 @router.post("/tokenize", summary="Token ids of a text or a chat.", openapi_extra=_documented(TokenizeBody))
 async def tokenize(request: Request, gateway: Here) -> Response:
-    """vLLM's form: {"count", "max_model_len", "tokens"}. Raises: PromptTooLong beyond MAX_TOKENS."""
+    """vLLM's form: {"count", "max_model_len", "tokens"}. Raises: PromptTooLong beyond MAX_TOKENS; as one_place()."""
     raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
     body = parse_body(TokenizeBody, raw)
+    with one_place(gateway, request.scope):
+        return _json(await _tokenized(gateway, body))
+
+
+async def _tokenized(gateway: Gateway, body: TokenizeBody) -> dict[str, Any]:
     if body.model is not None:
         check_model(gateway, body.model)
     text = gateway.text
@@ -154,15 +159,16 @@ async def tokenize(request: Request, gateway: Here) -> Response:
     out: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.max_model_len, "tokens": ids.tolist()}
     if body.return_token_strs:
         out["token_strs"] = await text.token_names(ids)
-    return _json(out)
+    return out
 
 
 @router.post("/detokenize", summary="Text of token ids.", openapi_extra=_documented(DetokenizeBody))
 async def detokenize(request: Request, gateway: Here) -> Response:
-    """vLLM's form: {"prompt"}. Raises: PromptTooLong beyond MAX_TOKENS."""
+    """vLLM's form: {"prompt"}. Raises: PromptTooLong beyond MAX_TOKENS; as one_place()."""
     raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
     body = parse_body(DetokenizeBody, raw)
     if body.model is not None:
         check_model(gateway, body.model)
     _check_count(gateway, len(body.tokens), "tokens")
-    return _json({"prompt": await gateway.text.decode(body.tokens, skip_special_tokens=False)})
+    with one_place(gateway, request.scope):
+        return _json({"prompt": await gateway.text.decode(body.tokens, skip_special_tokens=False)})

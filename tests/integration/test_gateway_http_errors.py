@@ -166,6 +166,30 @@ async def test_too_many_requests_are_shed_with_retry_after(model_dir):
         first.cancel()
 
 
+@pytest.mark.parametrize(
+    ("setting", "status"), [("max_concurrent_requests", 503), ("max_concurrent_per_tenant", 429)]
+)
+async def test_tokenizing_takes_a_place_as_an_answer_does_and_gives_it_back(model_dir, setting, status):
+    bodies = {"/tokenize": {"prompt": "the fox"}, "/detokenize": {"tokens": [5]}}
+    async with running(model_dir, **{setting: 1}) as rig:
+        rig.say(" the fox" * 20, gap_s=0.05)
+        first = asyncio.create_task(rig.client.post(CHAT, json=chat()))
+        await until(lambda: rig.gateway.admission.num_running == 1)
+        for path in ("/tokenize", "/detokenize"):
+            reply = await rig.client.post(path, json={"model": MODEL, **bodies[path]})
+            check(reply, status)
+            assert reply.headers["x-should-retry"] == "true"
+        first.cancel()
+        await until(lambda: rig.gateway.admission.num_running == 0)
+        for path in ("/tokenize", "/detokenize"):
+            for _ in range(3):
+                reply = await rig.client.post(path, json={"model": MODEL, **bodies[path]})
+                assert reply.status_code == 200
+        too_long = await rig.client.post("/detokenize", json={"tokens": [5] * ((1 << 20) + 1)})
+        assert too_long.status_code == 400
+        assert rig.gateway.admission.num_running == 0
+
+
 async def test_no_instance_is_503_with_retry_after(model_dir):
     async with running(model_dir, shed_wait_ms=100) as rig:
         rig.scheduler.decide = lambda place: Rejected(

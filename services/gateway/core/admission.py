@@ -65,8 +65,8 @@ class Admission:
         """Beyond so large a cost one request alone is refused at any time: there is no use in trying again."""
         return min(self.max_concurrent, self.max_per_tenant or self.max_concurrent)
 
-    def leave(self, ticket: Admitted, *, now_ms: int) -> None:
-        """Give the places back."""
+    def leave(self, ticket: Admitted, *, now_ms: int, is_answer: bool = True) -> None:
+        """Give the places back. `is_answer`: else how long they were held says nothing of when others will be free."""
         self.num_running -= ticket.cost
         assert self.num_running >= 0, "a ticket was given back twice"
         held = self._per_tenant[ticket.tenant] - ticket.cost
@@ -74,7 +74,8 @@ class Admission:
             self._per_tenant[ticket.tenant] = held
         else:
             del self._per_tenant[ticket.tenant]
-        self._duration_ms += _SMOOTHING * (now_ms - ticket.since_ms - self._duration_ms)
+        if is_answer:
+            self._duration_ms += _SMOOTHING * (now_ms - ticket.since_ms - self._duration_ms)
 
     def _retry_after_ms(self) -> int:
         """Time until some place should be free again, rounded up to whole seconds."""
