@@ -87,7 +87,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):
-    """Code: {layout,device}.mismatch, memory.replaced, peer.credentials, epoch.stale, {pages,descriptors}.exhausted."""
+    """Code: {layout,device}.mismatch, {pages,descriptors}.exhausted, spaces.full, instance.taken, epoch.stale, ..."""
 
     code: str
     reason: str

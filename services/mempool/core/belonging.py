@@ -26,6 +26,33 @@ def is_taken(message: wire.Attach, process: int, pool: Pool | None, pools: Mappi
     )
 
 
+def why_refused(
+    message: wire.Attach,
+    process: int,
+    pool: Pool | None,
+    pools: Mapping[int, Pool],
+    *,
+    is_new: bool,
+    is_full: bool,
+) -> tuple[str, str] | None:
+    """(code, reason) where pool_for() found none for it. Args: is_new: the instance was in no space yet."""
+    if is_taken(message, process, pool, pools):
+        reason = (
+            f"another process is attached as {message.instance}, in another space; give each worker a name"
+        )
+        return "instance.taken", reason
+    if not (is_new and is_full) or pool is None or pool.memory is None or message.memory_id:
+        return None
+    if takes(pool, message, space.described(message).content_key):
+        return None
+    num_spaces = sum(not each.is_loan for each in pools.values())
+    reason = (
+        f"all {num_spaces} spaces of this mempool are other instances', those that have ended among them, which have"
+        " their space when they come back: use one of their names, or raise mempool.max_spaces"
+    )
+    return "spaces.full", reason
+
+
 def takes(pool: Pool, message: wire.Attach, content_key: str) -> bool:
     """Whether this pool's pages are where this engine or rank needs them."""
     memory = pool.memory

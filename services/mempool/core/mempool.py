@@ -14,7 +14,7 @@ from services.mempool.core.action_order import told_last
 from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.audience import Audience
-from services.mempool.core.belonging import is_outdated, is_taken, pool_for
+from services.mempool.core.belonging import is_outdated, pool_for, why_refused
 from services.mempool.core.callers import Callers, refusal
 from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
@@ -147,9 +147,8 @@ class Mempool(FromOutside):
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
         last = self._space_of.get(message.instance)
         pool = pool_for(message, self.pools, last, is_full=self._is_full)
-        if is_taken(message, process, pool, self.pools):
-            reason = f"another process is attached as {message.instance}, in another space; give each worker a name"
-            return self._refuse(connection, "instance.taken", reason)
+        if why := why_refused(message, process, pool, self.pools, is_new=last is None, is_full=self._is_full):
+            return self._refuse(connection, *why)
         pool = pool or self._new_pool()
         is_first = pool.is_first(process)
         actions = pool.on_attach(connection, process, message, now_ms)
