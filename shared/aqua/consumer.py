@@ -181,6 +181,7 @@ class Aqua:
         with self._lock:
             away = self._away(placed)
             if not placed.local:
+                self._hear()  # first: what nobody sees any more gives its pages here back
                 self._show(placed, away)
 
     def store(self, placed: Placed, *, changed: bool) -> None:

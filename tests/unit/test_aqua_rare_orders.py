@@ -7,22 +7,21 @@ import time
 import pytest
 import torch
 
-from shared.aqua import consumer as consumer_module
 from shared.aqua.borrower import Borrower
 from shared.aqua.consumer import Aqua, Placed
 from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.lender import Lender, LenderSettings
 from shared.aqua.lends_when_idle import LendsWhenIdle
 from shared.aqua.pages import Pages
-from shared.aqua.settings import AquaSettings
 from shared.aqua.tensor import AquaTensor
 from shared.errors import CopyFailed, PeerGone, PeerTimeout
-from shared.ids import Epoch, InstanceId, LeaseId, PageId, SpaceId
+from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
 from shared.lending.rules import LendingRules
 from shared.wire.lending import Grant, Token
 from shared.wire.mempool import CallFailed
-from shared.wire.mempool_api import Evacuated, PageAddress
+from shared.wire.mempool_api import Evacuated
 from shared.wire.mempool_lending import LendingDone
+from tests.support.aqua_parts import PAGE_BYTES, SETTINGS, Parts
 
 LIMIT_S = 60
 
@@ -190,72 +189,10 @@ async def test_a_grant_that_may_be_in_force_is_given_back_at_the_end_and_a_refus
 
 # -- a consumer's process -------------------------------------------------------------------------------
 
-PAGE_BYTES = 4_096
-
-
-class Parts:
-    """What an Aqua is made of, without a mempool. `open`: those that are not closed."""
-
-    def __init__(self, monkeypatch):
-        self.open, self.connects, self.on_evacuated, self.on_alloc = set(), True, None, lambda: None
-        self.num_pages, self.on_transfer = 0, lambda sources, targets: None
-        replaced = {
-            "OwnSpace": self._own, "open_window": self._window, "mempool_device": lambda *_: "cpu:i",
-            "LocalMemory": lambda window, _: window, "MemPoolApi": self._api, "MempoolClient": self._client,
-        }  # fmt: skip
-        for name, stand_in in replaced.items():
-            monkeypatch.setattr(consumer_module, name, stand_in)
-
-    def part(self, name, **members):
-        self.open.add(name)
-        close = members.pop("close", lambda _: self.open.discard(name))
-        return type(name, (), {"close": close} | members)()
-
-    def _own(self, *_):
-        return self.part("own", page_bytes=PAGE_BYTES, num_pages=8, instance=InstanceId("i"))
-
-    def _window(self, *_):
-        here = dict.fromkeys(("give_back", "map", "unmap", "wait"), lambda *_: None)
-        return self.part("window", take=lambda _, count: 0, **here)
-
-    def _api(self, *_, on_evacuated, **__):
-        self.on_evacuated = on_evacuated
-
-        async def connect(_):
-            pass
-
-        async def alloc_mem(_, count, kind):
-            self.on_alloc()
-            return [self.address() for _ in range(2 * count if kind == "leased" else count)]
-
-        async def free_mem(_, addresses):
-            pass
-
-        async def transfer(_, instance, sources, targets, *, timeout_ms):
-            self.on_transfer(sources, targets)
-
-        return self.part("api", connect=connect, alloc_mem=alloc_mem, free_mem=free_mem, transfer=transfer)
-
-    def address(self):
-        self.num_pages += 1
-        return PageAddress(1, 0, SpaceId(0), PageId(self.num_pages), Epoch(1))
-
-    def _client(self, *_):
-        async def wait_connected(_, timeout_ms):
-            return self.connects
-
-        async def close(_):
-            self.open.discard("client")
-
-        return self.part("client", start=lambda _: None, wait_connected=wait_connected, close=close)
-
 
 @pytest.fixture
 def parts(monkeypatch):
     return Parts(monkeypatch)
-
-
-SETTINGS = AquaSettings("s", "a", "i", 8 * PAGE_BYTES, timeout_ms=10_000)
 
 
 def test_an_aqua_that_cannot_connect_closes_all_that_it_had_opened(parts):
