@@ -13,20 +13,20 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from shared.aqua.borrower import Borrower
 from shared.aqua.errors import AquaClosed, TensorLost
+from shared.aqua.interrupts import InterruptsWait
 from shared.aqua.local_memory import LocalMemory, mempool_device, open_window
 from shared.aqua.loop_thread import LoopThread
+from shared.aqua.open_aquas import opened
 from shared.aqua.own_space import OwnSpace
-from shared.aqua.pages import Directory, Location, Pages
+from shared.aqua.pages import Directory, Location, Pages, Placed
 from shared.aqua.settings import AquaSettings, MemoryEvent
 from shared.background_task import begin_task
 from shared.errors import InvalidRequest, NotHeld, OutOfPages, PeerGone, StaleEpoch
@@ -41,33 +41,10 @@ MAX_EVENTS = 4_096
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class Placed:
-    """One tensor's memory. `local`: its pages here while it is mapped. `away`: None once dropped. `is_ahead`: what is
-    here may be newer than what is away: a copy of it failed, or has not been made.
-    """
-
-    first: int  # of its places
-    num_pages: int
-    away: Pages | None
-    local: list[PageAddress] = field(default_factory=list)
-    is_ahead: bool = False
-
-
-_open: "weakref.WeakSet[Aqua]" = weakref.WeakSet()
-
-
-def the_one() -> "Aqua":
-    """The open Aqua of this process. Raises: InvalidRequest when there is none, or more than one."""
-    found = [aqua for aqua in _open if not aqua.is_closed]
-    if len(found) != 1:
-        raise InvalidRequest(f"{len(found)} Aquas are open in this process: name the one to use")
-    return found[0]
-
-
 class Aqua:
     """Open from construction to close(), or as a context. Every method may be called from any thread: one at a time is
-    let in. A mempool that ends takes what is away with it: from then on calls raise PeerGone.
+    let in. A mempool that ends takes what is away with it: from then on calls raise PeerGone. Ctrl-C waits while
+    pages are taken, filled, mapped or given back, no longer than those calls take.
 
     Raises: PeerGone without mempool; ResourceError when it refuses; VmmError.
     """
@@ -99,7 +76,7 @@ class Aqua:
             undo.callback(self._memory.close)
             self._api, self._client, self._market, self._borrower = self._call(self._connect(name))
             undo.pop_all()
-        _open.add(self)
+        opened.add(self)
 
     async def _connect(
         self, name: InstanceId
@@ -142,21 +119,28 @@ class Aqua:
         with self._lock:
             self._check_open()
             self._hear()
-            count = -(-num_bytes // self._own.page_bytes)
-            away = self._take_away(count)
+            placed: Placed | None = None
             try:
-                placed = Placed(self._memory.take(count), count, away)
-            except OutOfPages:
-                self._forget(away)
-                raise
-            self._tensors.add(placed)
-            try:
+                with InterruptsWait():
+                    placed = self._new(-(-num_bytes // self._own.page_bytes))
                 self._show(placed, None)
                 yield placed
                 self.store(placed, changed=True)
             except BaseException:
-                self.drop(placed)
+                if placed is not None:
+                    self.drop(placed)
                 raise
+
+    def _new(self, count: int) -> Placed:
+        """Of so many pages, away and without bytes. Raises: OutOfPages, and nothing has changed."""
+        away = self._take_away(count)
+        try:
+            placed = Placed(self._memory.take(count), count, away)
+        except OutOfPages:
+            self._forget(away)
+            raise
+        self._tensors.add(placed)
+        return placed
 
     def location(self, placed: Placed) -> Location:
         """Raises: AquaClosed."""
@@ -203,7 +187,7 @@ class Aqua:
 
     def drop(self, placed: Placed) -> None:
         """It takes nothing any more. Nothing happens when it is dropped already."""
-        with self._lock:
+        with self._lock, InterruptsWait():
             if self.is_closed or placed not in self._tensors:
                 return
             self._tensors.discard(placed)
@@ -244,36 +228,44 @@ class Aqua:
             if left <= 0 or old is None or old.is_lost or old.location == "peer":
                 continue
             try:
-                found = self._alloc(placed.num_pages, "leased")
+                is_moved = self._bring(placed, old)
             except OutOfPages:
                 self._try_at = time.monotonic() + self._settings.every_ms / 1000
                 return
+            if is_moved:
+                left -= placed.num_pages * self._own.page_bytes
+
+    def _bring(self, placed: Placed, old: Pages) -> bool:
+        """From host memory to a peer; whether it was still there. Raises: OutOfPages, CopyFailed, PeerGone."""
+        with InterruptsWait():
+            found = self._alloc(placed.num_pages, "leased")
             new = Pages(found[: placed.num_pages], found[placed.num_pages :])
             self._directory.add(new)
             try:  # also of one in use: offload(changed=False) will move nothing
                 self._copy(old.current, new.current)
             except TensorLost:  # heard meanwhile: the events say so, and whoever uses it
                 self._forget(new)
-                continue
+                return False
             except BaseException:
                 self._forget(new)
                 raise
             placed.away = new
             self._forget(old)
-            num_bytes = placed.num_pages * self._own.page_bytes
-            left -= num_bytes
-            self._events.append(MemoryEvent("promoted", num_bytes))
+            self._events.append(MemoryEvent("promoted", placed.num_pages * self._own.page_bytes))
+            return True
 
     def _hear(self) -> None:
         """What the mempool has moved meanwhile."""
         while self._garbage:
-            self.drop(self._garbage.popleft())
+            self.drop(self._garbage[0])
+            self._garbage.popleft()
         while self._heard:
-            moved, lost = self._directory.hear(self._heard.popleft())
-            if moved:
-                self._events.append(MemoryEvent("evacuated", moved * self._own.page_bytes))
-            if lost:
-                self._events.append(MemoryEvent("lost", lost * self._own.page_bytes))
+            with InterruptsWait():
+                moved, lost = self._directory.hear(self._heard.popleft())
+                if moved:
+                    self._events.append(MemoryEvent("evacuated", moved * self._own.page_bytes))
+                if lost:
+                    self._events.append(MemoryEvent("lost", lost * self._own.page_bytes))
 
     def _loan_changed(self, num_bytes: int) -> None:
         """On the loop's thread."""
@@ -299,9 +291,10 @@ class Aqua:
 
     def _replace(self, placed: Placed, lost: Pages) -> Pages:
         """Pages without bytes yet instead of those that were lost. Raises: OutOfPages, and nothing has changed."""
-        placed.away, placed.is_ahead = self._take_away(placed.num_pages), True
-        self._forget(lost)
-        return placed.away
+        with InterruptsWait():
+            placed.away, placed.is_ahead = self._take_away(placed.num_pages), True
+            self._forget(lost)
+            return placed.away
 
     def _forget(self, away: Pages) -> None:
         """Give back what it takes."""
@@ -310,27 +303,29 @@ class Aqua:
 
     def _show(self, placed: Placed, away: Pages | None) -> None:
         """Pages here behind its places, with the bytes that are away, if any."""
-        try:
-            local = self._alloc(placed.num_pages, "hbm")
-        except OutOfPages:
-            raise OutOfPages(
-                f"{placed.num_pages} pages of {self._own.num_pages} here for tensors in use: offload others, or raise "
-                f"local_bytes"
-            ) from None
-        try:
-            if away is not None:
-                self._copy(away.current, lambda: local)
-            self._memory.map(placed.first, [address.page for address in local])
-        except BaseException:
-            self._free(local)
-            raise
-        placed.local = local
+        with InterruptsWait():
+            try:
+                local = self._alloc(placed.num_pages, "hbm")
+            except OutOfPages:
+                raise OutOfPages(
+                    f"{placed.num_pages} pages of {self._own.num_pages} here for tensors in use: offload others, or "
+                    f"raise local_bytes"
+                ) from None
+            try:
+                if away is not None:
+                    self._copy(away.current, lambda: local)
+                self._memory.map(placed.first, [address.page for address in local])
+            except BaseException:
+                self._free(local)
+                raise
+            placed.local = local
 
     def _hide(self, placed: Placed) -> None:
         """Unmapped first, free then: which tells the mempool that no view is left."""
-        self._memory.unmap(placed.first, placed.num_pages)
-        local, placed.local = placed.local, []
-        self._free(local)
+        with InterruptsWait():
+            self._memory.unmap(placed.first, placed.num_pages)
+            local, placed.local = placed.local, []
+            self._free(local)
 
     def _copy(
         self, sources: Callable[[], list[PageAddress]], targets: Callable[[], list[PageAddress]]
@@ -353,6 +348,7 @@ class Aqua:
                 return
 
     def _alloc(self, count: int, kind: MemType) -> list[PageAddress]:
+        """Within InterruptsWait, until a tensor has them: nobody else knows that they are taken."""
         return self._call(self._api.alloc_mem(count, kind))
 
     def _free(self, addresses: list[PageAddress]) -> None:

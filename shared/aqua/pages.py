@@ -4,6 +4,7 @@ No torch, no I/O. `lent[i]` is None once the mempool has copied page i to `besid
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.aqua.errors import TensorLost
@@ -38,6 +39,19 @@ class Pages:
     def location(self) -> Location:
         """Of the slowest page."""
         return "peer" if all(self.lent) else "dram"
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """One tensor's memory. `local`: its pages here while it is mapped. `away`: None once dropped. `is_ahead`: what is
+    here may be newer than what is away: a copy of it failed, or has not been made.
+    """
+
+    first: int  # of its places
+    num_pages: int
+    away: Pages | None
+    local: list[PageAddress] = field(default_factory=list)
+    is_ahead: bool = False
 
 
 class Directory:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 import torch
 
-from shared.aqua.consumer import Aqua, Placed, the_one
-from shared.aqua.pages import Location
+from shared.aqua.consumer import Aqua
+from shared.aqua.open_aquas import the_one
+from shared.aqua.pages import Location, Placed
 
 
 class AquaTensor:
@@ -43,8 +44,11 @@ class AquaTensor:
         found = aqua or the_one()
         num_bytes = tensor.numel() * tensor.dtype.itemsize
         with found.making(num_bytes) as placed:
+            made = cls(
+                found, placed, tensor.shape, tensor.dtype
+            )  # here: nothing of it is left by an interrupt
             found.view(placed, tensor.shape, tensor.dtype).copy_(tensor.detach())
-        return cls(found, placed, tensor.shape, tensor.dtype)
+        return made
 
     @property
     def location(self) -> Location:

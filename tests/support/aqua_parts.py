@@ -1,11 +1,13 @@
 """What an Aqua is made of, without a mempool, for unit tests."""
 
+import torch
+
 from shared.aqua import consumer as consumer_module
 from shared.aqua.settings import AquaSettings
 from shared.errors import OutOfPages
 from shared.ids import Epoch, InstanceId, PageId, SpaceId
 from shared.vmm.errors import BadMapping
-from shared.wire.mempool_api import PageAddress
+from shared.wire.mempool_api import Evacuated, PageAddress
 
 PAGE_BYTES = 4_096
 SETTINGS = AquaSettings("s", "a", "i", 8 * PAGE_BYTES, timeout_ms=10_000)
@@ -56,7 +58,11 @@ class Parts:
             self.mapped -= places
 
         here = {"take": take, "give_back": give_back, "map": map_pages, "unmap": unmap}
-        return self.part("window", wait=lambda _: None, **here)
+
+        def view(_, first, shape, dtype, owner=None):
+            return torch.zeros(shape, dtype=dtype)
+
+        return self.part("window", wait=lambda _: None, view=view, **here)
 
     def _api(self, *_, on_evacuated, **__):
         self.on_evacuated = on_evacuated
@@ -84,6 +90,11 @@ class Parts:
     def address(self):
         self.num_pages += 1
         return PageAddress(1, 0, SpaceId(0), PageId(self.num_pages), Epoch(1))
+
+    def evacuate(self, address):
+        """This lent page, by the mempool."""
+        self.held.pop(address)
+        self.on_evacuated(Evacuated(addresses=address.to_bytes()))
 
     def _client(self, *_):
         async def wait_connected(_, timeout_ms):

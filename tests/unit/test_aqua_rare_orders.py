@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shared.aqua.borrower import Borrower
-from shared.aqua.consumer import Aqua, Placed
+from shared.aqua.consumer import Aqua
 from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.lender import Lender, LenderSettings
 from shared.aqua.lends_when_idle import LendsWhenIdle
-from shared.aqua.pages import Pages
+from shared.aqua.pages import Pages, Placed
 from shared.aqua.tensor import AquaTensor
 from shared.errors import CopyFailed, PeerGone, PeerTimeout
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
