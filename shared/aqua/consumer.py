@@ -11,6 +11,7 @@ The process maps nothing but its own pages: a peer's and the host's are written 
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections import deque
@@ -222,18 +223,21 @@ class Aqua:
             return events
 
     def _promote(self) -> None:
-        left = self._settings.step_bytes
+        all_bytes = left = self._settings.step_bytes
+        too_many = sys.maxsize  # pages: peers have no room for so many
         for placed in list(self._tensors):
+            if left <= 0:
+                break
             old = placed.away
-            if left <= 0 or old is None or old.is_lost or old.location == "peer":
+            if old is None or old.is_lost or old.location == "peer" or placed.num_pages >= too_many:
                 continue
             try:
-                is_moved = self._bring(placed, old)
+                if self._bring(placed, old):
+                    left -= placed.num_pages * self._own.page_bytes
             except OutOfPages:
-                self._try_at = time.monotonic() + self._settings.every_ms / 1000
-                return
-            if is_moved:
-                left -= placed.num_pages * self._own.page_bytes
+                too_many = placed.num_pages
+        if too_many < sys.maxsize and left == all_bytes:  # as it is, nothing can move
+            self._try_at = time.monotonic() + self._settings.every_ms / 1000
 
     def _bring(self, placed: Placed, old: Pages) -> bool:
         """From host memory to a peer; whether it was still there. Raises: OutOfPages, CopyFailed, PeerGone."""

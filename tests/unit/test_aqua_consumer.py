@@ -1,5 +1,7 @@
 """An Aqua gives its pages to whoever can use them: what nobody sees any more, and what fits."""
 
+import asyncio
+import dataclasses
 import gc
 
 import pytest
@@ -28,3 +30,25 @@ def test_a_tensor_takes_the_pages_here_of_one_that_nobody_sees_any_more(parts):
         aqua.fetch(kept)
         assert kept.local
         assert not gone.local
+
+
+def test_step_moves_the_smaller_tensors_where_one_does_not_fit(parts):
+    parts.most["leased"] = 0
+    with Aqua(dataclasses.replace(SETTINGS, every_ms=60_000)) as aqua:
+        aqua._borrower = type("Borrower", (), {"give_back": lambda _: asyncio.sleep(0)})()
+        sizes, tensors, asked = (4, 5, 1, 4, 2), [], []
+        for count in sizes:
+            with aqua.making(count * PAGE_BYTES) as placed:
+                tensors.append(placed)
+        aqua._tensors = dict.fromkeys(tensors)  # in this order
+        parts.most["leased"] = 3
+        parts.on_alloc = lambda: asked.append(1)
+        events = aqua.step()
+        assert [event.num_bytes for event in events] == [PAGE_BYTES, 2 * PAGE_BYTES]
+        assert [aqua.location(placed) for placed in tensors] == ["dram", "dram", "peer", "dram", "peer"]
+        assert len(asked) == 3, "as large as one that does not fit, or larger, is not asked for"
+
+        assert not aqua.step()
+        assert len(asked) == 4
+        assert not aqua.step()
+        assert len(asked) == 4, "nothing has moved: not before every_ms"
