@@ -51,7 +51,7 @@ class LenderSettings:
     """Args:
     socket: of the host's mempool. instance: name, unlike any other's on the host.
     device: as in wire.Attach: "cpu:" and a name, or "cuda:" and the GPU's UUID (local_memory.mempool_device()).
-    most_bytes: that will ever be lent at once; the mempool makes the pages with the first lend().
+    most_bytes: that will ever be lent at once; the mempool makes the pages with the name's first lend(), never more.
     page_bytes: at least a consumer's.
     """
 
@@ -112,7 +112,7 @@ class Lender:
 
         When it raises, nothing is lent and the device has its memory; where that cannot be had (nobody answers), the
         next lend(), reclaim() or close() sees to it first.
-        Raises: InvalidRequest when something is lent already, or for more than most_bytes.
+        Raises: InvalidRequest when something is lent already, for more than most_bytes, or with fewer pages made.
         Cost: the first time, or behind a reclaim(): the pages are made (0.05 s for 32 GiB on a GPU).
         """
         with self._lock:

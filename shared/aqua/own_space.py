@@ -7,7 +7,7 @@ gets the same descriptors as an engine's; which of the pages it may write is wha
 import contextlib
 from pathlib import Path
 
-from shared.errors import ResourceError
+from shared.errors import InvalidRequest, ResourceError
 from shared.ids import Epoch, InstanceId, SpaceId
 from shared.kv.layout import LENDER, TENSORS, EngineDescription
 from shared.mempool.client import MempoolClient
@@ -31,7 +31,8 @@ class OwnSpace:
         device: as in wire.Attach: "cpu:" and a name, or "cuda:" and the GPU's UUID.
         capacity_bytes: of all pages. Host memory is used as it is written, a GPU's at once.
         only_lends: nothing of its own will lie there, so that the mempool puts no host memory behind it.
-    Raises: ResourceError when the mempool refuses; ClusterError when it cannot be reached.
+    Raises: ResourceError when the mempool refuses; ClusterError when it cannot be reached; InvalidRequest when it has
+        pages of this name from before, and not as many.
     """
 
     def __init__(
@@ -53,10 +54,20 @@ class OwnSpace:
         )  # fmt: skip
         self._engine = PageQuota(socket, instance, self.description, 0)
         try:
+            self._compare(only_lends=only_lends)
             self.header = self._engine.attach()
         except BaseException:
             self.memory.close()
             raise
+
+    def _compare(self, *, only_lends: bool) -> None:
+        """Who has a name first decides how many pages it has, for the mempool's life. A lender may use less of them."""
+        found, asked = self.memory.header.num_pages, self.memory.asked_pages
+        if asked and (found < asked or (found > asked and not only_lends)):
+            raise InvalidRequest(
+                f"{asked} pages were asked for, and the mempool has {found} of {self.memory.header.page_bytes} bytes "
+                f"under the name {self.instance!r} since it was first used: choose another name, or ask for as many"
+            )
 
     @property
     def boot_generation(self) -> Epoch:

@@ -8,7 +8,8 @@ from typing import Literal
 class AquaSettings:
     """Args:
     socket, api_socket: of the host's mempool, which needs `dram_bytes`, and on a CPU `dram_for_host`.
-    instance: name, unlike any other's on the host.
+    instance: name, unlike any other's on the host; one used before has local_bytes of then, as long as the mempool
+        lives.
     device: torch's; tensors in use are there.
     local_bytes: of this device, for tensors in use. A GPU's are taken at once.
     borrow_bytes: wanted of peers; 0: host memory only.

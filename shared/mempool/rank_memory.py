@@ -90,7 +90,8 @@ class FarUser(Protocol):
 
 class RankMemory:
     """Attached from construction to close(). In host memory, `fd` holds `header.num_pages` pages, the first at
-    `offset_bytes`; on a GPU, `pages_per_slab` is positive and slab_fds() gets descriptors of the slabs.
+    `offset_bytes`; on a GPU, `pages_per_slab` is positive and slab_fds() gets descriptors of the slabs. `asked_pages`:
+    what capacity_bytes comes to in this mempool; 0: it does not say.
 
     Args:
         device: as in wire.Attach.
@@ -138,6 +139,7 @@ class RankMemory:
             raise ResourceError(f"mempool {socket} refused rank {rank}: {reply}")
         self.header = TableHeader(reply.boot_generation, reply.num_pages, reply.page_bytes)
         self.pages_per_slab = reply.pages_per_slab
+        self.asked_pages = reply.asked_pages
         self._memory_id = reply.memory_id
         self._absent = frozenset(u32_list(reply.absent_slabs))
         self._slabs: SlabUser | None = None

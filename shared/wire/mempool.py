@@ -84,6 +84,7 @@ class Attached(Struct, frozen=True, kw_only=True, tag="attached"):
     absent_slabs: bytes = b""  # for a rank: these have no memory now, or lose it; u32 each
     peer_address: str = ""  # for a client: where mempools of other hosts reach this one; "": they do not
     load_interval_ms: int = 0  # for a client: say ReportLoad so often; 0: nobody wants to hear it
+    asked_pages: int = 0  # for a rank: num_pages, were it the first that describes itself; 0: it does not say
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag="attach_refused"):

@@ -188,6 +188,24 @@ def test_what_cannot_be_is_refused_and_changes_nothing(rig):
         one.to_compute()
 
 
+def test_a_name_that_was_used_with_another_size_is_refused_and_its_own_size_is_not(rig):
+    for _ in range(2):
+        Aqua(rig.consumer("sized", local_bytes=2 * PAGE_BYTES, borrow_bytes=0)).close()
+    for count in (16, 1):
+        with pytest.raises(InvalidRequest, match=f"{count} pages were asked for, .* has 2 "):
+            Aqua(rig.consumer("sized", local_bytes=count * PAGE_BYTES, borrow_bytes=0))
+    for _ in range(2):  # the mempool has no more for anybody
+        Aqua(rig.consumer("capped", local_bytes=2 * NUM_PAGES * PAGE_BYTES, borrow_bytes=0)).close()
+    for num_pages in (8, 4):  # of eight that were made
+        with Lender(rig.lender("sized-lender", num_pages=num_pages)) as lender:
+            assert lend(lender, num_pages * PAGE_BYTES) == num_pages * PAGE_BYTES
+    with (
+        Lender(rig.lender("sized-lender", num_pages=9)) as lender,
+        pytest.raises(InvalidRequest, match="has 8 "),
+    ):
+        lend(lender, 9 * PAGE_BYTES)
+
+
 def test_a_lender_refuses_what_it_cannot_do(rig):
     with Lender(rig.lender("other-lender")) as lender:
         assert lender.reclaim(10) < LIMIT_S, "nothing is lent"

@@ -154,7 +154,8 @@ class Attachments(Supply):
             assert self.releases is not None
             self.releases.attached(process)
             created += space.slabs_of(memory, self.number, connection, message)
-            self._welcome(connection, memory)
+            asked = space.plan(space.described(message), message, self.limits)
+            self._welcome(connection, memory, asked.num_pages)
             self._report_ranks(message.instance, [process])
         return created
 
@@ -247,7 +248,7 @@ class Attachments(Supply):
             self.number, self.memory_id, label,
         )  # fmt: skip
 
-    def _welcome(self, connection: int, memory: Memory) -> None:
+    def _welcome(self, connection: int, memory: Memory, asked_pages: int = 0) -> None:
         attached = wire.Attached(
             boot_generation=self.boot_generation,
             attachment=connection,
@@ -256,6 +257,7 @@ class Attachments(Supply):
             pages_per_slab=memory.pages_per_slab,
             memory_id=self.memory_id,
             absent_slabs=u32_bytes(self.releases.absent) if memory.pages_per_slab and self.releases else b"",
+            asked_pages=asked_pages,
         )
         self._send(connection, attached, with_memory=True)
 
