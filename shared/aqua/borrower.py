@@ -6,6 +6,7 @@ library test every few iterations and copy by itself; a process that sleeps woul
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from shared.errors import PeerError
 from shared.ids import InstanceId, LeaseId
@@ -17,6 +18,7 @@ from shared.wire.mempool import CallFailed
 from shared.wire.mempool_lending import LendingDone
 
 log = get_logger("aqua.borrower")
+T = TypeVar("T")
 
 
 class Borrower:
@@ -44,6 +46,9 @@ class Borrower:
         self._ttl_ms, self._every_s = ttl_ms, every_ms / 1000
         self._held: dict[LeaseId, tuple[Grant, int]] = {}
         self._unanswered: Grant | None = None  # presented, and perhaps in force
+        self._refused: dict[
+            str, tuple[str, str]
+        ] = {}  # code and message of each call's last answer, if refused
 
     @property
     def held_bytes(self) -> int:
@@ -98,8 +103,8 @@ class Borrower:
 
     async def _granted(self) -> Grant | None:
         """What the market grants of what lacks."""
-        view = await self._market.market()
-        if isinstance(view, LendingRefused):
+        view = self._unless_refused("market", await self._market.market())
+        if view is None:
             return None
         mine = {m.mempool for m in view.mempools if m.boot_generation == self._client.boot_generation}
         spaces = [
@@ -114,5 +119,22 @@ class Borrower:
             consumer=self._instance, length_bytes=self._wanted_bytes - self.held_bytes,
             min_bytes=self._min_bytes, purpose="swap", spaces=list(dict.fromkeys(spaces)), ttl_ms=self._ttl_ms,
         )  # fmt: skip
-        grant = await self._market.lease(ask)
-        return None if isinstance(grant, LendingRefused) else grant
+        return self._unless_refused("lease", await self._market.lease(ask))
+
+    def _unless_refused(self, call: str, answer: T | LendingRefused) -> T | None:
+        """None: refused, which is logged where the answer before was another."""
+        if not isinstance(answer, LendingRefused):
+            self._refused.pop(call, None)
+            return answer
+        reason = answer.code, answer.message
+        if self._refused.get(call) != reason:
+            say = log.info if answer.retry_after_ms else log.warning  # 0: asking again cannot help
+            say(
+                "borrowing_refused",
+                instance=self._instance,
+                call=call,
+                code=answer.code,
+                error=answer.message,
+            )
+        self._refused[call] = reason
+        return None
