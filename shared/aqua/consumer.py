@@ -23,7 +23,7 @@ import torch
 from shared.aqua.borrower import Borrower
 from shared.aqua.errors import AquaClosed, TensorLost
 from shared.aqua.interrupts import InterruptsWait
-from shared.aqua.local_memory import LocalMemory, mempool_device, open_window
+from shared.aqua.local_memory import LocalMemory, mempool_device, open_window, settled_device
 from shared.aqua.loop_thread import LoopThread
 from shared.aqua.open_aquas import opened
 from shared.aqua.own_space import OwnSpace
@@ -61,7 +61,7 @@ class Aqua:
         self._garbage: deque[Placed] = deque()
         self._asking: asyncio.Task[None] | None = None
         self._try_at = 0.0  # when step() may ask for lent pages again
-        device = torch.device(settings.device)
+        device = settled_device(settings.device)
         name = InstanceId(settings.instance)
         self._own = OwnSpace(
             settings.socket, name, mempool_device(device, settings.instance), settings.page_bytes,

@@ -18,6 +18,14 @@ from shared.vmm.interface import PageWindow
 from shared.vmm.memfd_pages import MemfdPages
 
 
+def settled_device(name: str) -> torch.device:
+    """PyTorch's device of this name; "cuda" is the GPU that is current now, whichever is later."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def mempool_device(device: torch.device, instance: str) -> str:
     """As in wire.Attach: a GPU by its UUID, host memory by the instance's name."""
     if device.type == "cpu":

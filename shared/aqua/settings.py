@@ -10,7 +10,7 @@ class AquaSettings:
     socket, api_socket: of the host's mempool, which needs `dram_bytes`, and on a CPU `dram_for_host`.
     instance: name, unlike any other's on the host; one used before has local_bytes of then, as long as the mempool
         lives.
-    device: torch's; tensors in use are there.
+    device: torch's; tensors in use are there. "cuda": the GPU that is current when the Aqua is made.
     local_bytes: of this device, for tensors in use. A GPU's are taken at once.
     borrow_bytes: wanted of peers; 0: host memory only.
     page_bytes: a lender's pages are at least as large. On a GPU a multiple of 2 MiB.

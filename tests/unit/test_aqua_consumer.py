@@ -5,7 +5,9 @@ import dataclasses
 import gc
 
 import pytest
+import torch
 
+from shared.aqua import consumer as consumer_module
 from shared.aqua.consumer import Aqua
 from shared.aqua.tensor import AquaTensor
 from tests.support.aqua_parts import PAGE_BYTES, SETTINGS, Parts
@@ -52,3 +54,16 @@ def test_step_moves_the_smaller_tensors_where_one_does_not_fit(parts):
         assert len(asked) == 4
         assert not aqua.step()
         assert len(asked) == 4, "nothing has moved: not before every_ms"
+
+
+@pytest.mark.parametrize(("name", "found"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
+def test_a_gpu_without_a_number_is_the_one_that_is_current_at_the_start_for_all_parts(
+    monkeypatch, parts, name, found
+):
+    window, devices = consumer_module.open_window, []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(consumer_module, "mempool_device", lambda device, _: devices.append(device))
+    monkeypatch.setattr(consumer_module, "open_window", lambda *of: devices.append(of[2]) or window(*of))
+    monkeypatch.setattr(consumer_module, "LocalMemory", lambda made, device: devices.append(device) or made)
+    Aqua(dataclasses.replace(SETTINGS, device=name)).close()
+    assert devices == [torch.device(found)] * 3
