@@ -60,11 +60,13 @@ class InterruptAt:
         sys.settrace(self.before)
 
 
-def use(aqua, parts):
-    """Every way that a tensor goes: made, used, lost and replaced, promoted, evacuated, closed or collected."""
+def use(aqua, parts, kept):
+    """Every way that a tensor goes: made, used, lost and replaced, promoted, evacuated, closed or collected.
+    `kept`: gets one that lives on."""
     parts.most["leased"] = 0
     data = torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8)
     made = AquaTensor.from_tensor(data, aqua)
+    kept.append(made)
     made.to_compute()
     made._placed.away.is_lost = True
     made.offload(changed=False)
@@ -100,10 +102,10 @@ def test_an_interrupt_at_any_line_loses_no_page_and_leaves_no_tensor_half_way(pa
     with Aqua(SETTINGS) as aqua:
         aqua._borrower = type("Borrower", (), {"give_back": lambda _: asyncio.sleep(0)})()
         while came:
-            aqua._try_at = 0.0
+            aqua._try_at, kept = 0.0, []
             try:
                 with InterruptAt(at) as interrupt:
-                    use(aqua, parts)
+                    use(aqua, parts, kept)
             except KeyboardInterrupt:
                 pass
             came = interrupt.came
