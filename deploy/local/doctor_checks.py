@@ -21,6 +21,7 @@ from deploy.local.config import CA_FILES, DEMO_MODEL, paths_of
 from deploy.local.ports import busy_ports, refused_listens
 from deploy.local.terminal import bytes_text, status_or_none
 from shared.errors import SettingsError
+from shared.machine_memory import MachineMemory
 
 GIB = 1 << 30
 NEED_MEMORY_BYTES = 8 * GIB
@@ -64,8 +65,7 @@ def check_python(_: ClusterSettings) -> Finding:
 
 def check_memory(_: ClusterSettings) -> Finding:
     """Room for two engines."""
-    values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(values["MemAvailable"].split()[0]) << 10
+    free = MachineMemory().available_bytes()
     verdict = Verdict.OK if free >= NEED_MEMORY_BYTES else Verdict.WARN if free >= 5 * GIB else Verdict.FAIL
     fix = "free some memory: 1 prefill + 1 decode with the demo model need about 5 GiB, 8 GiB are comfortable"
     return Finding("memory", verdict, f"{bytes_text(free)} available", fix)

@@ -3,11 +3,12 @@
 PyTorch is imported when a GPU is asked for, and not before.
 """
 
-import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from shared.errors import SettingsError
+from shared.machine_memory import MachineMemory
 
 CPU, CUDA = "cpu", "cuda"
 NO_ROOM_ON_CPU = "not enough memory"  # PyTorch's allocator raises RuntimeError with these words
@@ -92,34 +93,40 @@ class GpuMemory:
 
 
 class ProcessMemory:
-    """This process's resident memory beside the machine's.
+    """This process's resident memory beside what the machine, or a limit on this process, has available.
 
-    Where the kernel takes no order to forget the peak (a sandbox), peaks only grow: a sweep of growing batches is right
-    all the same.
+    What is free at a peak is what was available at begin() less what came on top since: other processes have their
+    part. Where the kernel takes no order to forget the peak (a sandbox), peaks only grow: a sweep of growing batches is
+    right all the same.
     """
 
-    def __init__(self, proc: Path = Path("/proc/self")) -> None:
-        self._proc = proc
+    def __init__(self, proc: Path = Path("/proc/self"), machine: MachineMemory | None = None) -> None:
+        self._proc, self._machine = proc, machine or MachineMemory()
         self.name = CPU
-        self.total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total_bytes = self._machine.total_bytes()
+        self._most_bytes = 0  # that this process can have resident, as of begin()
 
     def begin(self) -> None:
-        """See DeviceMemory."""
-        try:
+        """See DeviceMemory. Raises: SettingsError where resident memory cannot be read."""
+        with suppress(OSError):
             (self._proc / "clear_refs").write_text("5")
-        except OSError:
-            return
+        self._most_bytes = self._status("VmRSS") + self._machine.available_bytes()
 
     def wait(self) -> None:
         """Nothing runs behind a call on a CPU."""
 
     def peak(self) -> tuple[int, int]:
-        """See DeviceMemory."""
+        """See DeviceMemory. Raises: SettingsError where the peak cannot be read."""
+        used_bytes = self._status("VmHWM")
+        return used_bytes, max(0, self._most_bytes - used_bytes)
+
+    def _status(self, key: str) -> int:
         for line in (self._proc / "status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                used_bytes = int(line.split()[1]) * 1024
-                return used_bytes, max(0, self.total_bytes - used_bytes)
-        raise SettingsError(f"{self._proc / 'status'} has no VmHWM: the peak of memory cannot be read here")
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+        raise SettingsError(
+            f"{self._proc / 'status'} has no {key}: this process's memory cannot be read here"
+        )
 
     def found_no_room(self, error: BaseException) -> bool:
         """See DeviceMemory."""

@@ -128,7 +128,7 @@ def test_a_callables_batches_are_profiled_where_the_command_is_run(tmp_path, mon
     assert told.exit_code == 0, told.output
     found = decode((tmp_path / "profile.json").read_bytes())
     assert (found.model, found.role) == ("quire_profiled_model:batch", "producer")
-    assert found.bytes_per_gpu == found.free_bytes == found.pool_bytes - found.peak_kv_bytes
+    assert 0 < found.bytes_per_gpu == found.free_bytes < found.pool_bytes
     assert [one["batch"] for one in found.batches] in ([1], [1, 2])
     assert "items/s" in told.stdout
     assert (tmp_path / "plots" / "profile-batches.svg").is_file()
