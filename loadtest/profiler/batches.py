@@ -32,6 +32,7 @@ def load(name: str) -> Work:
         raise SettingsError(
             f"--callable {name}: expected MODULE:FUNCTION, such as my_models.diffusion:one_batch"
         )
+    _refuse_path(name, module_name, attribute)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -41,11 +42,21 @@ def load(name: str) -> Work:
             found = getattr(found, part)
     except ModuleNotFoundError as error:
         raise SettingsError(f"--callable {name}: {error}") from error
+    except (ImportError, SyntaxError) as error:  # the module's own mistake
+        raise SettingsError(f"--callable {name}: {module_name} cannot be imported: {error}") from error
     except AttributeError as error:
         raise SettingsError(f"--callable {name}: {error}") from error
     if not callable(found):
         raise SettingsError(f"--callable {name}: it is no function but a {type(found).__name__}")
     return found
+
+
+def _refuse_path(name: str, module_name: str, attribute: str) -> None:
+    """Raises: SettingsError, with what to write, on ./models/mm.py, which importlib takes for something else."""
+    parts = module_name.removesuffix(".py").replace("/", ".").split(".")
+    dotted = ".".join(part for part in parts if part) or "my_models.diffusion"
+    if dotted != module_name:
+        raise SettingsError(f"--callable {name}: give the module's dotted name, such as {dotted}:{attribute}")
 
 
 def profile_callable(

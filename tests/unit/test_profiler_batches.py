@@ -1,5 +1,7 @@
 """The profiler's second mode: batches of a callable, and a device's memory."""
 
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +86,27 @@ def test_a_callable_is_called_batch_by_batch_until_it_finds_no_room_and_other_er
 @pytest.mark.parametrize("name", ["nothing", "json:", ":x", "json:none", "no_such_module:x", "json:__name__"])
 def test_a_callable_that_is_not_there_is_named(name):
     with pytest.raises(SettingsError, match="--callable"):
+        batches.load(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("./mm.py:f", "give the module's dotted name, such as mm:f"),
+        ("models/mm.py:f", "give the module's dotted name, such as models.mm:f"),
+        ("mm.py:f", "give the module's dotted name, such as mm:f"),
+        ("./mm:f", "give the module's dotted name, such as mm:f"),
+        (".mm:f", "give the module's dotted name, such as mm:f"),
+        ("wrong_names:f", "wrong_names cannot be imported: cannot import name 'nobody'"),
+        ("wrong_syntax:f", "wrong_syntax cannot be imported: .*wrong_syntax.py, line 1"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path, monkeypatch, name, why):
+    (tmp_path / "wrong_names.py").write_text("from json import nobody\n")
+    (tmp_path / "wrong_syntax.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SettingsError, match=f"^--callable {re.escape(name)}: {why}"):
         batches.load(name)
 
 
