@@ -88,7 +88,8 @@ async def _tell(urls: str, answer: Placement) -> str:
         fail(f"the coordinator at {urls} was not told: {refused.code}: {refused.message}")
     left_out = len(answer.pairs) - len(pairs)
     rest = f"; {left_out} pairs are left out, which no mempool can serve (why_not)" if left_out else ""
-    return f"{urls} pairs {len(pairs)} consumers with their producers from now on{rest}"
+    num_consumers = len({pair.consumer for pair in pairs})  # a pair is of two GPUs
+    return f"{urls} pairs {num_consumers} consumers with their producers from now on{rest}"
 
 
 def _explain(answer: Unplaceable) -> NoReturn:

@@ -61,3 +61,12 @@ def test_pairs_that_no_mempool_can_serve_are_left_out(coordinator, tmp_path):
     assert "pairs 0 consumers" in done.output
     assert "1 pairs are left out" in done.output
     assert httpx.get(coordinator.url + "/v1/placement").json() == {"pairs": []}
+
+
+def test_consumers_are_counted_and_not_their_gpus(coordinator, tmp_path):
+    """Of two ranks each has a pair of its own."""
+    file = FILE.replace("gpus = 2", "gpus = 4").replace('GB"\ninstances', 'GB"\ntp = 2\ninstances')
+    (tmp_path / "cluster.toml").write_text(file)
+    done = CliRunner().invoke(app, ["place", str(tmp_path / "cluster.toml"), "--apply", coordinator.url])
+    assert done.exit_code == 0, done.output
+    assert "pairs 1 consumers with their producers" in done.output
