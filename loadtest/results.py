@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.registry import RESULTS, ROOT, script_of
+from shared import json_text
 
 UNIT = re.compile(
     r"_(ns|us|ms|s|bytes|mib|gib|tokens|blocks|pages|chunks|requests|count|percent|points|watt|ratio|gb|tflop|tokens)"
@@ -92,7 +93,7 @@ def load_result(path: Path) -> dict[str, Any]:
     Raises: OSError without the file; ValueError when it, or the file of its samples, cannot be read.
     """
     try:
-        result: dict[str, Any] = json.loads(path.read_text())
+        result: dict[str, Any] = json_text.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from error
     if isinstance(result, dict) and "samples_file" in result:

@@ -18,7 +18,6 @@ count = 2
 """
 
 import difflib
-import json
 import os
 import re
 import tomllib
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared import json_text
 from shared.errors import SettingsError
 from shared.wire.placer import PlacementQuestion, PlacerModel, PlacerServer
 
@@ -45,7 +45,7 @@ Entry = TypeVar("Entry", PlacerServer, PlacerModel)
 
 def read(path: Path, *, time_limit_ms: int) -> PlacementQuestion:
     """The question in a file. Raises: SettingsError that names the file, the entry and what would be right."""
-    data = _load(path)
+    data = _load(path, " and ".join(TABLES))
     _known(f"{path}", data, TABLES)
     servers = [
         _entry(path, "servers", n, item, PlacerServer) for n, item in enumerate(_rows(path, data, "servers"))
@@ -57,14 +57,15 @@ def read(path: Path, *, time_limit_ms: int) -> PlacementQuestion:
     return PlacementQuestion(servers=servers, models=models, time_limit_ms=time_limit_ms)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, keys: str) -> dict[str, Any]:
+    """Args: keys: that are expected, in words."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_FILE_BYTES + 1)
         if len(raw) > MOST_FILE_BYTES:
             raise SettingsError(f"{path} has more than {MOST_FILE_BYTES >> 20} MiB")
         text = raw.decode()
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = json_text.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError as error:
@@ -73,7 +74,7 @@ def _load(path: Path) -> dict[str, Any]:
         kind = "JSON" if path.suffix == ".json" else "TOML (JSON is called .json)"
         raise SettingsError(f"{path} is not {kind}: {error}") from error
     if not isinstance(found, dict):
-        raise SettingsError(f"{path} has to be an object with {' and '.join(TABLES)}")
+        raise SettingsError(f"{path} has to be an object with {keys}")
     return found
 
 
@@ -91,7 +92,8 @@ def _with_profile(path: Path, number: int, item: dict[str, Any]) -> dict[str, An
     named = item["profile"]
     if not isinstance(named, str) or not Path(named).name:
         raise SettingsError(f"{path}: models[{number}].profile is the name of a file")
-    profile = _load(_profile_file(path.parent / named))
+    keys = f"{', '.join(PROFILE_KEYS)}, as `quire profile` saves it"
+    profile = _load(_profile_file(path.parent / named), keys)
     missing = [key for key in PROFILE_KEYS if key not in profile]
     if missing:
         raise SettingsError(f"{path}: models[{number}].profile {named!r} lacks {', '.join(missing)}")

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from shared.errors import SettingsError
 from shared.wire.cost import ModelShape
 
@@ -12,7 +14,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def shape_of(config: Mapping[str, Any], dtype: str) -> ModelShape:
     """Args: config: as shared.kv.model_files.read_config gives it; dtype: "bfloat16", ...
 
-    A mixture of experts counts with the experts of one token. Raises: SettingsError when a size is missing.
+    A mixture of experts counts with the experts of one token. Raises: SettingsError when a size is missing or below 1.
     """
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -20,7 +22,7 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> ModelShape:
         inner = config.get("intermediate_size") or 4 * hidden
         if experts:
             inner = experts * int(config.get("moe_intermediate_size") or inner)
-        return ModelShape(
+        found = ModelShape(
             num_layers=int(config["num_hidden_layers"]),
             hidden_size=hidden,
             intermediate_size=int(inner),
@@ -30,5 +32,9 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> ModelShape:
             vocab_size=int(config["vocab_size"]),
             dtype_bytes=DTYPE_BYTES.get(dtype, 2),
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is infinite to json
         raise SettingsError(f"config.json does not say the model's sizes: {error!r}") from error
+    for name, size in msgspec.structs.asdict(found).items():
+        if isinstance(size, int) and size < 1:
+            raise SettingsError(f"config.json does not say the model's sizes: {name} would be {size}")
+    return found

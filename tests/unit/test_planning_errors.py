@@ -43,6 +43,50 @@ def test_a_model_whose_config_is_no_object_is_refused_by_the_files_name(tmp_path
         from_data_sheet("h200", str(tmp_path))
 
 
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("head_dim", "-1"), *((key, value) for key in SIZES for value in ("0", "-1", "1e999"))]
+)
+def test_a_model_whose_config_has_a_size_that_none_can_have_is_refused(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    assert from_data_sheet("h200", str(tmp_path)).memory_tokens > 0
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {key: json.loads(value)}))
+    with pytest.raises(SettingsError, match=r"config\.json does not say the model's sizes"):
+        from_data_sheet("h200", str(tmp_path))
+
+
+QUESTION = {
+    "servers": [{"name": "a", "gpus": 2, "gpu_memory_bytes": "80 GB"}], "models": [{"profile": "p.json"}],
+}  # fmt: skip
+
+
+def test_a_list_is_told_what_the_file_has_to_be(tmp_path):
+    path = tmp_path / "q.json"
+    path.write_text("[1]")
+    with pytest.raises(SettingsError, match=r"q\.json has to be an object with servers and models"):
+        placement_file.read(path, time_limit_ms=1)
+    path.write_text(json.dumps(QUESTION))
+    (tmp_path / "p.json").write_text("[1]")
+    wanted = r"p\.json has to be an object with model, role, tp, bytes_per_gpu, as `quire profile` saves it"
+    with pytest.raises(SettingsError, match=wanted):
+        placement_file.read(path, time_limit_ms=1)
+
+
+def test_half_of_a_surrogate_pair_in_a_files_text_is_refused_by_the_files_name(tmp_path):
+    """No terminal, file or message takes such text; both halves are a character."""
+    path, profile = tmp_path / "q.json", {"model": "m", "role": "neutral", "tp": 1, "bytes_per_gpu": 0}
+    for text in (QUESTION | {"models": [profile | {"model": "a\ud800"}]}, {"\udfff": 1}):
+        path.write_text(json.dumps(text))
+        with pytest.raises(SettingsError, match=r"q\.json is not JSON: .*half of a surrogate pair"):
+            placement_file.read(path, time_limit_ms=1)
+        with pytest.raises(SettingsError, match=r"q\.json is not JSON: .*half of a surrogate pair"):
+            from_file(path)
+    path.write_text(json.dumps(QUESTION | {"models": [profile | {"model": "a\U0001f600"}]}))
+    assert placement_file.read(path, time_limit_ms=1).models[0].model == "a\U0001f600"
+
+
 MODEL_ROW = {"part": "model", "profile": -1}
 
 
