@@ -62,20 +62,31 @@ def engine_core_of(pid: int) -> int | None:
 async def do(fault: Fault, pid: int) -> bool:
     """Whether there was somebody to do it to. Returns behind the stop."""
     target = engine_core_of(pid) if fault.part else pid
-    try:
-        if target is None:
-            return False
-        if fault.how == KILL:
-            os.kill(target, signal.SIGKILL)
-            return True
-        os.kill(target, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(fault.stopped_s)
-        finally:
-            os.kill(target, signal.SIGCONT)
-    except ProcessLookupError:
+    if target is None:
         return False
-    return True
+    # a gateway's processes share its address: while the first stands still, the others serve on
+    targets = family(target) if fault.service == "gateway" else [target]
+    if fault.how == KILL:
+        return _signal(targets, signal.SIGKILL)
+    try:
+        if not _signal(targets, signal.SIGSTOP):
+            return False
+        await asyncio.sleep(fault.stopped_s)
+    finally:
+        is_there = _signal(targets, signal.SIGCONT)
+    return is_there
+
+
+def _signal(targets: Sequence[int], number: signal.Signals) -> bool:
+    """To each that is there; whether the first was."""
+    found = []
+    for pid in targets:
+        try:
+            os.kill(pid, number)
+            found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found[:1] == list(targets[:1])
 
 
 @dataclass(slots=True)

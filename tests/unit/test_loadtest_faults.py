@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
 from deploy.local.services_table import ROWS
-from loadtest import bench_faults, faults_rig
+from loadtest import bench_faults, faults_rig, processes
 from loadtest.faults_rig import Heard
 
 READY = ["coordinator", "decode-0", "gateway", "mempool", "prefill-0", "redis", "scheduler"]
@@ -49,6 +54,103 @@ def test_every_service_and_the_engine_cores_have_their_turn_and_nobody_ready_is_
 def test_those_who_are_touched_have_the_names_that_quire_gives_them():
     assert set(faults_rig.OTHERS) <= set(ROWS)
     assert set(faults_rig.WORKERS) < {"colocated", *ROWS}
+
+
+FORKS = """
+import os, time
+if os.fork() == 0:
+    while True:
+        time.sleep(0.01)
+print("begun", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def states(pids: list[int]) -> list[str]:
+    """Of processes: T stopped, Z dead, "" gone."""
+    return [
+        path.read_text().rpartition(")")[2].split()[0] if (path := Path(f"/proc/{pid}/stat")).exists() else ""
+        for pid in pids
+    ]
+
+
+@pytest.mark.parametrize("how", [faults_rig.KILL, faults_rig.STOP])
+def test_all_of_a_gateways_processes_are_killed_or_stopped_with_it(how):
+    """They serve on by themselves while the one that started them stands still."""
+    expected = {"S", "R"} if how == faults_rig.STOP else {"Z", ""}
+
+    async def done_to(pid: int) -> tuple[list[str], list[str]]:
+        pids = processes.family(pid)
+        assert len(pids) == 2
+        doing = asyncio.ensure_future(faults_rig.do(faults_rig.Fault(how, "gateway", "", 0.5), pid))
+        await asyncio.sleep(0.1)
+        meanwhile = states(pids)
+        assert await doing
+        for _ in range(100):
+            if set(then := states(pids)) <= expected:
+                break
+            await asyncio.sleep(0.02)
+        return meanwhile, then
+
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdout=subprocess.PIPE, start_new_session=True
+    ) as first:
+        try:
+            assert first.stdout.readline() == b"begun\n"
+            meanwhile, then = asyncio.run(done_to(first.pid))
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+    if how == faults_rig.STOP:
+        assert meanwhile == ["T", "T"]
+    assert set(then) <= expected
+    assert not asyncio.run(faults_rig.do(faults_rig.Fault(how, "gateway", "", 0.1), first.pid))  # it is gone
+
+
+class Gateway(asyncio.Protocol):
+    """Answers with so much, and is gone."""
+
+    def __init__(self, said: bytes) -> None:
+        self.said = said
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        self.transport.write(self.said)
+        asyncio.get_running_loop().call_later(0.02, self.transport.abort)
+
+
+def test_of_a_gateway_that_is_killed_a_client_tells_no_connection_from_a_stream_that_broke_off():
+    chunk = json.dumps({"choices": [{"index": 0, "token_ids": [5, 6]}]})
+    event = f"data: {chunk}\n\n".encode()
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    begun = head + f"{len(event):x}\r\n".encode() + event + b"\r\n"
+
+    async def of(said: bytes | None, *, stream: bool) -> Heard:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Gateway(said), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if said is None:
+            server.close()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            heard = await faults_rig.ask(client, {"stream": stream})
+        server.close()
+        return heard
+
+    for stream in (False, True):
+        refused = asyncio.run(of(None, stream=stream))
+        assert (refused.why, refused.status, refused.ended, refused.choices) == ("ConnectError", 0, False, {})
+        gone = asyncio.run(of(b"", stream=stream))
+        assert gone.why in ("ReadError", "RemoteProtocolError")
+        assert (gone.status, gone.ended) == (0, False)
+        assert faults_rig.judge(CASE, refused, stock([5, 6], [5, 7])) is None
+    broken = asyncio.run(of(begun, stream=True))
+    assert broken.why in ("ReadError", "RemoteProtocolError")
+    assert (broken.status, broken.ended, broken.choices) == (200, False, {0: [5, 6]})
+    assert faults_rig.judge(CASE, broken, stock([5, 6, 7, 8], [5, 6, 9, 9]))["equal"]
+    ended = asyncio.run(of(head + b"e\r\ndata: [DONE]\n\n\r\n", stream=True))
+    assert ended.ended  # whatever came of the connection behind it
 
 
 def test_an_answer_without_a_token_is_one():
