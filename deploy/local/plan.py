@@ -227,13 +227,15 @@ def cpu_sizes(found: ClusterSettings, folder: Path) -> tuple[int, int]:
         raise SettingsError(
             f"setting cluster.model: cannot read {folder / 'config.json'}: {error}"
         ) from error
-    model = model.get("text_config", model)
+    if not isinstance(model, dict):
+        raise SettingsError(f"setting cluster.model: {folder / 'config.json'} has to be an object")
     try:
+        model = model.get("text_config", model)
         heads = model.get("num_key_value_heads") or model["num_attention_heads"]
         head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
         token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * CPU_VALUE_BYTES
         context = int(model["max_position_embeddings"])
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (AttributeError, KeyError, TypeError, ArithmeticError):
         return found.max_model_len, found.kv_cache_bytes
     max_model_len = found.max_model_len or (CPU_MAX_MODEL_LEN if context > CPU_MAX_MODEL_LEN else 0)
     wanted = token_bytes * (max_model_len or context) * CPU_KV_SEQUENCES

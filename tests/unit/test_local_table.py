@@ -1,6 +1,7 @@
 """The table of services: what is started for which settings and machine, and how it is wired."""
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -284,6 +285,14 @@ def test_a_long_context_on_cpu_is_cut_and_the_cache_bounded(tmp_path):
 
 def test_an_unusual_model_keeps_the_engines_choice(tmp_path):
     assert plan.cpu_sizes(settings(), model_folder(tmp_path, num_attention_heads=None)) == (0, 0)
+    assert plan.cpu_sizes(settings(), model_folder(tmp_path, max_position_embeddings=math.inf)) == (0, 0)
+    assert plan.cpu_sizes(settings(), model_folder(tmp_path, text_config=3)) == (0, 0)
+
+
+def test_a_model_whose_config_is_a_list_is_refused_by_the_files_name(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(SettingsError, match=r"cluster\.model: .*config\.json has to be an object"):
+        plan.cpu_sizes(settings(), tmp_path)
 
 
 def of_name(services):
