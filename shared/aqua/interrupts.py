@@ -12,7 +12,7 @@ class InterruptsWait:
 
     One within another delivers to that one. Other threads than the main one are not interrupted, and a handler that is
     not Python's (the process ends, or nothing happens) is left alone: nothing is done then.
-    Cost: two system calls, 2 us.
+    Cost: two system calls, some 10 us.
     """
 
     def __init__(self) -> None:
