@@ -130,6 +130,7 @@ class MempoolClient:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+        self._up.clear()  # nothing is lost
         self._link.close()
 
     # -- calls ------------------------------------------------------------------------------------
