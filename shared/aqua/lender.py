@@ -13,12 +13,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from shared.aqua.errors import AquaClosed
 from shared.aqua.loop_thread import LoopThread
 from shared.aqua.own_space import OwnSpace
+from shared.aqua.settings import LenderSettings
 from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import InstanceId, SpaceId
 from shared.lending.budget import SLOWEST_BYTES_PER_S
@@ -44,25 +45,6 @@ UNSURE = frozenset({"market.standby", "market.rebuilding", "journal.down", "jour
 ENDED = frozenset({"offer.ended", "epoch.stale"})  # refusals of an offer that was in force
 log = get_logger("aqua.lender")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class LenderSettings:
-    """Args:
-    socket: of the host's mempool. instance: name, unlike any other's on the host.
-    device: as in wire.Attach: "cpu:" and a name, or "cuda:" and the GPU's UUID (local_memory.mempool_device()).
-    most_bytes: that will ever be lent at once; the mempool makes the pages with the name's first lend(), never more.
-    page_bytes: at least a consumer's.
-    """
-
-    socket: str
-    instance: str
-    device: str
-    most_bytes: int
-    coordinator_url: str
-    coordinator_key: str = ""
-    page_bytes: int = 8 << 20
-    timeout_ms: int = 30_000
 
 
 class Lender:
@@ -275,12 +257,12 @@ class Lender:
 
     async def _present(self, what: Offer | ReclaimOrder) -> LendingDone | CallFailed:
         """Said until it is answered. Raises: PeerTimeout."""
-        end_s = time.monotonic() + self._settings.timeout_ms / 1000
+        began_s = time.monotonic()
         while True:
             answer = await self._client.present(what)
             if answer is not None:
                 return answer
-            if time.monotonic() >= end_s:
+            if time.monotonic() >= began_s + self._settings.timeout_ms / 1000:
                 raise PeerTimeout(f"the mempool did not answer within {self._settings.timeout_ms} ms")
             await asyncio.sleep(POLL_S)
 
@@ -369,6 +351,12 @@ class Lender:
     def _check_open(self) -> None:
         if self._is_closed:
             raise AquaClosed("this Lender was closed")
+
+    def end_soon(self, timeout_ms: int) -> None:
+        """Nobody who does not answer is waited for longer than that from now on, by a call under way neither. Any
+        thread; never waits."""
+        self._settings = replace(self._settings, timeout_ms=min(timeout_ms, self._settings.timeout_ms))
+        self._market.be_patient(self._settings.timeout_ms)
 
     def close(self, deadline_ms: int | None = None) -> None:
         """Take everything back, and end the connections. Idempotent.

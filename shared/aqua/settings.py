@@ -1,4 +1,4 @@
-"""What a consumer says about itself, and what it is told of its memory."""
+"""What a consumer and a lender say about themselves, and what a consumer is told of its memory."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -33,6 +33,25 @@ class AquaSettings:
     ttl_ms: int = 30_000
     every_ms: int = 500
     step_bytes: int = 256 << 20
+    timeout_ms: int = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class LenderSettings:
+    """Args:
+    socket: of the host's mempool. instance: name, unlike any other's on the host.
+    device: as in wire.Attach: "cpu:" and a name, or "cuda:" and the GPU's UUID (local_memory.mempool_device()).
+    most_bytes: that will ever be lent at once; the mempool makes the pages with the name's first lend(), never more.
+    page_bytes: at least a consumer's.
+    """
+
+    socket: str
+    instance: str
+    device: str
+    most_bytes: int
+    coordinator_url: str
+    coordinator_key: str = ""
+    page_bytes: int = 8 << 20
     timeout_ms: int = 30_000
 
 

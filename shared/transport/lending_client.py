@@ -60,6 +60,10 @@ class LendingClient:
         self._api = CoordinatorApi(coordinator_url, key)
         self._patience_s = patience_ms / 1000
 
+    def be_patient(self, patience_ms: int) -> None:
+        """So long from now on, calls under way too. Any thread."""
+        self._patience_s = patience_ms / 1000
+
     async def close(self) -> None:
         """Close the connections."""
         await self._api.close()
@@ -117,12 +121,12 @@ class LendingClient:
 
     async def _patiently(self, method: str, path: str, body: msgspec.Struct | None, key: str) -> Response:
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._patience_s
+        began_s = loop.time()
         while True:
             try:
                 return await self._api.request(method, path, body, idempotency_key=key)
             except (PeerGone, PeerTimeout):
-                if loop.time() + RETRY_S > end_s:
+                if loop.time() + RETRY_S > began_s + self._patience_s:
                     raise
                 await asyncio.sleep(RETRY_S)
 

@@ -1,6 +1,8 @@
 """A process that lends: whatever fails of it, and wherever, what it offered and the memory for it come back."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 
@@ -128,6 +130,9 @@ class World:
         if self.fails.get("regain"):
             raise PeerTimeout("no answer")
         self.memory_bytes = MOST
+
+    def be_patient(self, patience_ms):
+        self.patience_ms = patience_ms
 
     async def close(self):
         pass
@@ -360,3 +365,27 @@ def test_what_was_on_offer_is_over_when_another_mempool_has_the_pages(world, len
     lender.reclaim(0, keep_bytes=2 * PAGE)
     assert lender.offered_bytes == world.memory_bytes == 0
     assert world.own.came_back, "else none of its pages is free there"
+
+
+def test_who_ends_soon_waits_no_longer_for_a_mempool_that_is_gone_and_a_call_under_way_neither(world, lender):
+    lender.lend(4 * PAGE)
+    world.fails = {"present": "never"}
+    failures = []
+
+    def reclaim():
+        try:
+            lender.reclaim(0)
+        except PeerTimeout as error:
+            failures.append(error)
+
+    under_way = threading.Thread(target=reclaim, daemon=True)
+    under_way.start()
+    while not lender._lock.locked():
+        time.sleep(0.001)
+    lender.end_soon(50)
+    under_way.join(10)
+    assert len(failures) == 1
+    with pytest.raises(PeerTimeout):
+        lender.close()
+    assert world.patience_ms == 50, "nor for the coordinator"
+    lender.close()
