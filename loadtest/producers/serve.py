@@ -1,18 +1,18 @@
 """Serve batches of a producer's model and lend what is spare: python -m loadtest.producers.serve --model sdxl ...
 
     --rate 0: a batch is always waiting; else so many jobs a second. SIGUSR1: --burst-jobs more, now.
-    --lend-bytes N with --socket and --coordinator-url: N bytes of the device are lent while load is steady.
+    --lend-bytes N with --instance, --socket and --coordinator-url: N bytes of the device are lent while load is steady.
 
-Prints a JSON line a second, and one with `"summary": true` at the end (--seconds, SIGTERM or SIGINT).
+Prints a JSON line a second, and one with `"summary": true` at the end (--seconds, SIGTERM or SIGINT); logs on stderr.
 """
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -22,10 +22,15 @@ from loadtest.results import quantile
 from shared.aqua.lender import Lender, LenderSettings
 from shared.aqua.lends_when_idle import LendsWhenIdle
 from shared.aqua.local_memory import mempool_device
+from shared.errors import ClusterError
 from shared.lending.rules import LendingRules
+from shared.observe import log
 
 IDLE_S = 0.002  # between two looks at an empty queue
 LINE_S = 1.0
+END_MS = 5_000  # at the end, for a mempool or coordinator that does not answer
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = log.get_logger("producers.serve")
 
 
 @dataclass(slots=True)
@@ -148,7 +153,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--burst-jobs", type=int, default=0, help="that SIGUSR1 sends")
-    parser.add_argument("--instance", default="producer")
+    parser.add_argument("--instance", default="", help="name of this lender, unlike any other's on this host")
     parser.add_argument("--socket", default="", help="of the host's mempool")
     parser.add_argument("--coordinator-url", default="")
     parser.add_argument("--coordinator-key", default="")
@@ -157,7 +162,43 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steady-ms", type=int, default=2_000)
     parser.add_argument("--hold-ms", type=int, default=10_000)
     parser.add_argument("--deadline-ms", type=int, default=2_000)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if wrong := what_is_wrong(args):
+        parser.error(wrong)
+    return args
+
+
+def what_is_wrong(args: argparse.Namespace) -> str:
+    """With the command line, in words; "": nothing."""
+    if args.batch < 1:
+        return f"--batch {args.batch}: at least 1"
+    if not 0 <= args.rate < math.inf:
+        return f"--rate {args.rate}: jobs a second, or 0 for a batch that always waits"
+    if not args.seconds > 0:
+        return f"--seconds {args.seconds}: more than 0"
+    for name in ("burst_jobs", "lend_bytes", "steady_ms", "hold_ms", "deadline_ms"):
+        if (value := getattr(args, name)) < 0:
+            return f"--{name.replace('_', '-')} {value}: at least 0"
+    if args.lend_bytes:
+        missing = [name for name in ("instance", "socket", "coordinator_url") if not getattr(args, name)]
+        if missing:
+            return "--lend-bytes needs " + " and ".join("--" + name.replace("_", "-") for name in missing)
+        if not 1 <= args.page_bytes <= args.lend_bytes:
+            return f"--page-bytes {args.page_bytes}: 1 to --lend-bytes, as whole pages are lent"
+    return _wrong_device(args.device)
+
+
+def _wrong_device(name: str) -> str:
+    """What is wrong with it, in words; "": this process can compute there."""
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError:
+        return f"--device {name}: cpu, cuda or cuda:1"
+    if device.type not in ("cpu", "cuda"):
+        return f"--device {name}: cpu, cuda or cuda:1"
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return f"--device {name}: PyTorch sees {torch.cuda.device_count()} GPUs here"
+    return ""
 
 
 def lender_of(args: argparse.Namespace, device: torch.device) -> Lender:
@@ -171,9 +212,42 @@ def lender_of(args: argparse.Namespace, device: torch.device) -> Lender:
     )  # fmt: skip
 
 
+def lends_when_idle(args: argparse.Namespace, lender: Lender) -> LendsWhenIdle:
+    """By the command line's rules."""
+    rules = LendingRules(
+        threshold_bytes=args.page_bytes - 1, reserve_share=0.0, steady_ms=args.steady_ms,
+        window_ms=args.steady_ms, peak_ms=args.steady_ms, hold_ms=args.hold_ms,
+        queue_limit=2 * args.batch, reclaim_deadline_ms=args.deadline_ms,
+        silent_ms=600_000,  # a batch may take long
+    )  # fmt: skip
+    return LendsWhenIdle(lender, args.lend_bytes, rules)
+
+
+def take_back(lender: Lender, idle: LendsWhenIdle) -> None:
+    """All of it; where mempool or coordinator do not answer, END_MS for each: the mempool has it back when this process
+    has ended."""
+    lender.end_soon(END_MS)
+    idle.close()
+    try:
+        lender.close()
+    except ClusterError as error:
+        _log.warning("not_taken_back", error=error.message)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Serve. Exit status 0."""
+    """Serve. Exit status 0, or 1 where mempool or coordinator refuse: stderr says what."""
     args = options(argv)
+    log.setup("producer", args.instance or "producer")
+    try:
+        serve(args)
+    except ClusterError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Until the end. Raises: ClusterError without a mempool to lend to."""
     model = build(args.model, args.device)
     device = next(model.parameters()).device
     kind = KINDS[args.model]
@@ -185,24 +259,20 @@ def main(argv: Sequence[str]) -> int:
 
     work(args.batch)  # what the first call makes is no part of the figures
     queue = Queue(args.rate, args.batch)
-    with ExitStack() as stack:
-        idle = None
-        if args.lend_bytes:
-            rules = LendingRules(
-                threshold_bytes=args.page_bytes - 1, reserve_share=0.0, steady_ms=args.steady_ms,
-                window_ms=args.steady_ms, peak_ms=args.steady_ms, hold_ms=args.hold_ms,
-                queue_limit=2 * args.batch, reclaim_deadline_ms=args.deadline_ms,
-                silent_ms=600_000,  # a batch may take long
-            )  # fmt: skip
-            idle = LendsWhenIdle(stack.enter_context(lender_of(args, device)), args.lend_bytes, rules)
-            stack.callback(idle.close)
-        loop = Loop(work, queue, idle, lambda line: print(json.dumps(line), flush=True))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, loop.stop)
-        signal.signal(signal.SIGUSR1, lambda *_: queue.burst(args.burst_jobs))
+    lender = lender_of(args, device) if args.lend_bytes else None
+    idle = lends_when_idle(args, lender) if lender is not None else None
+    loop = Loop(work, queue, idle, lambda line: print(json.dumps(line), flush=True))
+    for number in END_SIGNALS:
+        signal.signal(number, loop.stop)
+    signal.signal(signal.SIGUSR1, lambda *_: queue.burst(args.burst_jobs))
+    try:
         loop.run(args.seconds)
-    print(json.dumps(summary(loop.served, idle.reclaims if idle is not None else [])), flush=True)
-    return 0
+    finally:
+        for number in END_SIGNALS:  # a second one ends it, whoever is waited for
+            signal.signal(number, signal.SIG_DFL)
+        print(json.dumps(summary(loop.served, idle.reclaims if idle is not None else [])), flush=True)
+        if lender is not None and idle is not None:
+            take_back(lender, idle)
 
 
 if __name__ == "__main__":

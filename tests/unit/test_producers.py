@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from deploy.local.cli import app
 from loadtest.producers import audio, models, serve, unet
 from loadtest.profiler.core.profile import decode
+from shared.errors import PeerGone
 
 
 @pytest.mark.slow
@@ -108,3 +109,47 @@ def test_a_run_ends_and_is_summed_up():
     assert told["jobs_per_s"] > 0
     assert told["reclaims"] == [{"reason": "queue grew to 9", "seconds": 0.25}]
     assert serve.summary(serve.Served(), [])["jobs_per_s"] == 0.0
+
+
+LENDS = ("--lend-bytes", "4096", "--page-bytes", "4096", "--socket", "s", "--coordinator-url", "http://c")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--batch", "0"], "--batch"),
+        (["--batch", "-1"], "--batch"),
+        (["--rate", "inf"], "--rate"),
+        (["--rate", "-1"], "--rate"),
+        (["--rate", "nan"], "--rate"),
+        (["--seconds", "0"], "--seconds"),
+        (["--device", "gpu"], "--device"),
+        (["--device", "meta"], "--device"),
+        (["--device", "cuda:99"], "--device"),
+        (["--lend-bytes", "-1"], "--lend-bytes"),
+        (["--lend-bytes", str(1 << 30), "--instance", "p"], "--socket and --coordinator-url"),
+        ([*LENDS], "--instance"),
+        ([*LENDS, "--instance", "p", "--page-bytes", "8192"], "--page-bytes"),
+        ([*LENDS, "--instance", "p", "--page-bytes", "0"], "--page-bytes"),
+    ],
+)
+def test_options_that_lend_nothing_or_cannot_work_are_refused_by_name(words, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.options(["--model", "tiny-audio", *words])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_that_work_are_taken():
+    assert serve.options(["--model", "tiny-audio", "--rate", "0.5", "--device", "cpu"]).batch == 1
+    assert serve.options(["--model", "tiny-audio", *LENDS, "--instance", "p"]).instance == "p"
+
+
+def test_without_its_mempool_a_producer_says_so_in_one_line(monkeypatch, capsys):
+    def gone(*_):
+        raise PeerGone("mempool s does not answer")
+
+    monkeypatch.setattr(serve, "lender_of", gone)
+    monkeypatch.setattr(serve.log, "setup", lambda *_: None)
+    assert serve.main(["--model", "tiny-audio", "--device", "cpu", *LENDS, "--instance", "p"]) == 1
+    assert capsys.readouterr().err == "mempool s does not answer\n"
