@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from shared.aqua.errors import AquaClosed
+from shared.aqua.lender_name import check_name
 from shared.aqua.loop_thread import LoopThread
-from shared.aqua.own_space import OwnSpace
+from shared.aqua.own_space import OwnSpace, describe
 from shared.aqua.settings import LenderSettings
 from shared.errors import ClusterError, InvalidRequest, OutOfPages, Overloaded, PeerGone, PeerTimeout
 from shared.ids import InstanceId, SpaceId
@@ -40,6 +41,7 @@ from shared.wire.mempool import CallFailed
 from shared.wire.mempool_lending import LendingDone
 
 POLL_S = 0.01
+LAYOUT = "layers-blocks"  # of the space
 # refusals behind which the offer may have been noted all the same, by a leader whose store failed then
 UNSURE = frozenset({"market.standby", "market.rebuilding", "journal.down", "journal.not_durable"})
 ENDED = frozenset({"offer.ended", "epoch.stale"})  # refusals of an offer that was in force
@@ -94,7 +96,8 @@ class Lender:
 
         When it raises, nothing is lent and the device has its memory; where that cannot be had (nobody answers), the
         next lend(), reclaim() or close() sees to it first.
-        Raises: InvalidRequest when something is lent already, for more than most_bytes, or with fewer pages made.
+        Raises: InvalidRequest when something is lent already, for more than most_bytes, with fewer pages made, or while
+        another process of this host lends under the name.
         Cost: the first time, or behind a reclaim(): the pages are made (0.05 s for 32 GiB on a GPU).
         """
         with self._lock:
@@ -194,16 +197,21 @@ class Lender:
         self._call(self._client.regain_memory(num_bytes, wait_ms=wait_ms, space=self._space))
 
     def _attach(self) -> None:
-        settings = self._settings
+        settings, name = self._settings, InstanceId(self._settings.instance)
+        description = describe(name, settings.page_bytes, LAYOUT, only_lends=True)
+        self._call(check_name(self._client, description, 0))
         own = OwnSpace(
-            settings.socket, InstanceId(settings.instance), settings.device, settings.page_bytes,
-            settings.most_bytes, only_lends=True,
+            settings.socket, name, settings.device, settings.page_bytes, settings.most_bytes, LAYOUT, only_lends=True
         )  # fmt: skip
-        number = self._call(own.number(self._client))
-        if number is None:
+        try:
+            self._call(check_name(self._client, description, 1))  # two that began at once
+            number = self._call(own.number(self._client))
+            if number is None:
+                raise PeerGone("the mempool does not say which pages are this process's")
+            own.let_memory_go()
+        except BaseException:
             own.close()
-            raise PeerGone("the mempool does not say which pages are this process's")
-        own.let_memory_go()
+            raise
         self._own, self._space, self._has_memory = own, number, True
 
     async def _look(self) -> tuple[InstanceId, list[OfferView]]:
@@ -216,7 +224,10 @@ class Lender:
             if mempool.boot_generation == boot:
                 mine = [o for o in view.offers if (o.offer.producer, o.offer.boot_generation) == (name, boot)]
                 return mempool.mempool, [each for each in mine if each.state in ("proposed", "open")]
-        raise Overloaded("the coordinator has not heard of this host's mempool yet")
+        raise Overloaded(
+            "the coordinator has not heard of this host's mempool yet: it reports with mempool.coordinator_url alone, "
+            "which `quire up --set memory_market=true` gives it"
+        )
 
     async def _end_earlier(self, earlier: Sequence[OfferView]) -> None:
         """Nobody else takes these back, and a reclaim() would wait for their pages for ever."""

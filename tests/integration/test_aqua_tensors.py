@@ -229,6 +229,16 @@ def test_a_lender_lends_what_one_of_its_name_gave_back_before(rig):
         assert leased(rig, "again") == 0
 
 
+def test_a_name_that_another_lender_has_is_refused_until_that_one_has_closed(rig):
+    with Lender(rig.lender()) as second:
+        with Lender(rig.lender()) as first:
+            lend(first, 8 * PAGE_BYTES)
+            with pytest.raises(InvalidRequest, match="another process of this host lends as 'lender'"):
+                second.lend(4 * PAGE_BYTES)
+            assert first.still_offered_bytes() == 8 * PAGE_BYTES
+        assert lend(second, 4 * PAGE_BYTES) == 4 * PAGE_BYTES
+
+
 def test_what_a_killed_lender_lent_goes_to_host_memory_and_its_device_and_the_next_of_its_name_lends(rig):
     settings = json.dumps(asdict(rig.lender("killed")))
     data = torch.arange(3 * PAGE_BYTES // 4, dtype=torch.float32)
@@ -255,6 +265,8 @@ def test_the_next_lender_of_a_name_takes_back_what_one_that_it_does_not_know_of_
     forgotten = Lender(rig.lender("twice"))
     lend(forgotten, 4 * PAGE_BYTES)
     until(lambda: leased(rig, "twice") == 4, "its pages are set aside")
+    own, forgotten._own = forgotten._own, None
+    own.close()  # as of a process that ended
     with Lender(rig.lender("twice")) as lender:
         lend(lender, 6 * PAGE_BYTES)
         until(lambda: leased(rig, "twice") == 6, "the others are back")
