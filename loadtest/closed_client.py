@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loadtest.http_client import Client, Reply
+from loadtest.load import closed_loop
 
 FIRST_ID, LAST_ID = 300, 4_000  # plain words of any vocabulary
 TIMEOUT_S = 300.0
@@ -75,27 +76,12 @@ def usage_of(reply: Reply) -> tuple[int, int]:
 async def run(options: argparse.Namespace) -> Ran:
     """Send all, --width at a time."""
     client = Client(options.url)
-    queue = [client.request_bytes("/v1/completions", body) for body in reversed(bodies(options))]
+    requests = [client.request_bytes("/v1/completions", body) for body in bodies(options)]
     if options.at > time.time():
         await asyncio.sleep(options.at - time.time())
     ran, cpu_s = Ran(time.time()), time.process_time()
     replies: list[Reply] = []
-
-    async def user() -> None:
-        while queue:
-            try:
-                reply = await client.post(queue.pop(), timeout_s=TIMEOUT_S)
-            except (OSError, TimeoutError) as error:
-                client.complain(repr(error))
-                ran.failed += 1
-                continue
-            if not reply.ok:
-                client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
-                ran.failed += 1
-                continue
-            replies.append(reply)
-
-    await asyncio.gather(*(user() for _ in range(options.width)))
+    _, ran.failed = await closed_loop(client, requests, options.width, timeout_s=TIMEOUT_S, replies=replies)
     ran.end_s, ran.cpu_s = time.time(), time.process_time() - cpu_s
     client.close()
     ran.requests = options.count

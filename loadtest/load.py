@@ -41,15 +41,23 @@ def chat(system: System, client: Client, text: str, *, max_tokens: int, stream: 
     return client.request_bytes(CHAT, body)
 
 
-async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: int) -> tuple[float, int]:
-    """Send all, `concurrency` at a time: (seconds, failures)."""
+async def closed_loop(
+    client: Client,
+    requests: Sequence[bytes],
+    concurrency: int,
+    *,
+    timeout_s: float = 60.0,
+    replies: list[Reply] | None = None,
+) -> tuple[float, int]:
+    """Send all, `concurrency` at a time: (seconds, failures). Args: replies: gets those that did not fail."""
     queue = list(reversed(requests))
     failed = 0
 
     async def user() -> None:
         nonlocal failed
         while queue:
-            is_ok = await _ok(client, queue.pop())  # not in one line with +=, which reads before it waits
+            # not in one line with +=, which reads before it waits
+            is_ok = await _ok(client, queue.pop(), timeout_s, replies)
             failed += not is_ok
 
     begin = time.perf_counter()
@@ -57,14 +65,16 @@ async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: in
     return time.perf_counter() - begin, failed
 
 
-async def _ok(client: Client, request: bytes) -> bool:
+async def _ok(client: Client, request: bytes, timeout_s: float, replies: list[Reply] | None) -> bool:
     try:
-        reply = await client.post(request)
+        reply = await client.post(request, timeout_s=timeout_s)
     except (OSError, TimeoutError) as error:
         client.complain(repr(error))
         return False
     if not reply.ok:
         client.complain(f"status {reply.status}: {reply.body[-300:]!r}")
+    elif replies is not None:
+        replies.append(reply)
     return reply.ok
 
 
