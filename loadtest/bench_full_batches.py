@@ -1,14 +1,15 @@
 """Full batches over HTTP: tokens/s of so many requests at once, Quire beside plain vLLM on one host; then they change
 GPUs.
 
-    python -m loadtest.bench_full_batches [--widths 64 256] [--rounds 2] [--clients 2] [--device cuda]
-        [--worker KEY=JSON] [--set KEY=VALUE] [--commit HEAD] [--out FOLDER]   -> h200-full-batches.json
+    python -m loadtest.bench_full_batches [--widths 64 256] [--rounds 2] [--clients 2] [--stock-processes 2 4]
+        [--device cuda] [--worker KEY=JSON] [--set KEY=VALUE] [--commit HEAD] [--out FOLDER]   -> h200-full-batches.json
 
 Both sides have one GPU each and run at the same time, as a host's speed changes by more than what is to be seen. The
 same requests to both: random prompts of 128 tokens, answers of 100 to 300 tokens, an event for each token or the whole
 answer at once. Everything was asked once before it is measured. A side has --clients processes that ask: one alone is
 busy at some 10,000 events/s. Plain vLLM as in stock_servers.py; Quire as `quire up --topology colocated` starts it.
-Both have two HTTP processes.
+Quire's gateway has two processes. Plain vLLM has rounds with two HTTP processes, as many, and rounds with four: ratios
+are over the number that suits it better, for each point (`least`: of all rounds).
 
 Beside tokens/s the CPU time of each process, in us a token: whichever comes near a core's time bounds a GPU.
 --device cpu tries the script with the demo model.
@@ -46,6 +47,7 @@ SIDES = (QUIRE, STOCK)
 WAYS = ("stream", "whole")
 TOKENS = {"cuda": 200, "cpu": 40}  # of an answer, mean
 CLUSTER = {"cuda": ("gateway_processes=2",), "cpu": ()}
+STOCK_PROCESSES = {"cuda": (2, 4), "cpu": (1,)}  # its builds for CPUs have no command for more
 BASE_PORT = 9_000
 ROUNDS_OF_WIDTH = 4  # requests: so many times the width
 LEAD_S = 1.5  # for the clients' imports
@@ -53,30 +55,48 @@ CLIENT_TIMEOUT_S = 300.0
 
 
 def metrics_from_samples(samples: Samples) -> Metrics:
-    """Tokens/s and first tokens of each side, medians over rounds; ours over plain vLLM's of the same round."""
+    """Tokens/s and first tokens of each side, medians over rounds; ours over plain vLLM's of the same round, whose HTTP
+    processes are as many as make that least.
+    """
     out: Metrics = {}
     for way, width in sorted({(row["way"], row["width"]) for row in samples}):
         rows = [row for row in samples if (row["way"], row["width"]) == (way, width)]
-        name, ratios = f"{way}_{width}", []
-        for number in sorted({row["round"] for row in rows}):
-            both = {row["side"]: row for row in rows if row["round"] == number}
-            if set(both) == set(SIDES):
-                ratios.append(both[QUIRE]["tokens_per_s"] / both[STOCK]["tokens_per_s"])
-        if ratios:
-            out[f"{name}_ratio"], out[f"{name}_worst_ratio"] = statistics.median(ratios), min(ratios)
+        name, of_all = f"{way}_{width}", list[float]()
+        found: list[tuple[float, Samples]] = []
+        for processes in sorted({row["stock_processes"] for row in rows}):
+            mine = [row for row in rows if row["stock_processes"] == processes]
+            if ratios := _ratios(mine):
+                out[f"{name}_over_{processes}_processes_ratio"] = statistics.median(ratios)
+                found.append((statistics.median(ratios), mine))
+                of_all += ratios
+        if not found:
+            continue
+        out[f"{name}_ratio"], best = min(found, key=lambda one: one[0])
+        out[f"{name}_least_ratio"] = min(of_all)
         for side in SIDES:
-            mine = [row for row in rows if row["side"] == side]
-            if not mine:
-                continue
-            out[f"{name}_{side}_tokens_per_s"] = statistics.median(row["tokens_per_s"] for row in mine)
-            out[f"{name}_{side}_cpu_us_per_token"] = statistics.median(
-                sum(row["cpu_us_per_token"].values()) for row in mine
-            )
-            firsts = [ms for row in mine for ms in row["ttft_ms"]]
-            if firsts:
-                out[f"{name}_{side}_ttft_p50_ms"] = quantile(firsts, 0.5)
+            out |= {f"{name}_{side}_{key}": value for key, value in _of_side(best, side).items()}
     out["failed_requests"] = float(sum(row["failed"] for row in samples))
     return out
+
+
+def _ratios(rows: Samples) -> list[float]:
+    """Our tokens/s over theirs, of each round that has both."""
+    out = []
+    for number in sorted({row["round"] for row in rows}):
+        both = {row["side"]: row["tokens_per_s"] for row in rows if row["round"] == number}
+        if set(both) == set(SIDES):
+            out.append(both[QUIRE] / both[STOCK])
+    return out
+
+
+def _of_side(rows: Samples, side: str) -> Metrics:
+    mine = [row for row in rows if row["side"] == side]
+    firsts = [ms for row in mine for ms in row["ttft_ms"]]
+    return {
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in mine),
+        "cpu_us_per_token": statistics.median(sum(row["cpu_us_per_token"].values()) for row in mine),
+        **({"ttft_p50_ms": quantile(firsts, 0.5)} if firsts else {}),
+    }
 
 
 # -- both sides ---------------------------------------------------------------------------------------------
@@ -85,33 +105,41 @@ def metrics_from_samples(samples: Samples) -> Metrics:
 class Sides:
     """Both servers, started at the same time. `urls`, `models`: by side."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, number: int) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, number: int, stock_processes: int) -> None:
         start = Start(options.device, "vllm", options.model_dir, 0, options.set, options.worker)
         start.model(folder)  # made once, before both ask for it
         is_cuda, gpus = options.device == "cuda", ("0", "1") if number % 2 == 0 else ("1", "0")
         env = {"CUDA_VISIBLE_DEVICES": gpus[0]} if is_cuda else {}
         words = ["--topology", "colocated", "--decode", "1"]
-        self._home = folder / f"home-{number}"
         self._quire = LocalityCluster(
-            self._home, start.flags(folder, words), start.sections(), Arm("any", "cost", {}), env=env, base=BASE_PORT
+            folder / f"home-{number}", start.flags(folder, words), start.sections(), Arm("any", "cost", {}),
+            env=env, base=BASE_PORT,
         )  # fmt: skip
-        self._stock = StockServers(folder / f"round-{number}", start, 1, gpus=gpus[1:] if is_cuda else ())
+        self._stock = StockServers(
+            folder / f"round-{number}",
+            start,
+            1,
+            gpus=gpus[1:] if is_cuda else (),
+            api_processes=stock_processes,
+        )
         self._stack = ExitStack()
+        self._firsts: dict[str, list[int]] = {}
         self.on = dict(zip(SIDES, gpus, strict=True)) if is_cuda else dict.fromkeys(SIDES, "CPU")
 
     def __enter__(self) -> "Sides":
         """Plain vLLM is started from this thread: its processes end with the one that started them."""
-        with ThreadPoolExecutor(1) as thread:
-            ours = thread.submit(self._quire.__enter__)
-            try:
-                self._stack.enter_context(self._stock)
-            finally:
-                if ours.exception() is None:
-                    self._stack.push(self._quire.__exit__)
         try:
+            with ThreadPoolExecutor(1) as thread:
+                ours = thread.submit(self._quire.__enter__)
+                try:
+                    self._stack.enter_context(self._stock)
+                finally:
+                    if ours.exception() is None:
+                        self._stack.push(self._quire.__exit__)
             ours.result()
             self.urls = {QUIRE: self._quire.url, STOCK: self._stock.urls[0]}
             self.models = {QUIRE: self._quire.model(), STOCK: SERVED_MODEL}
+            self._firsts = {QUIRE: list(self._quire.pids().values()), STOCK: [self._stock.pid(0)]}
         except BaseException:
             self._stack.close()
             raise
@@ -122,23 +150,11 @@ class Sides:
 
     def cpu_us(self, side: str) -> dict[str, int]:
         """CPU time so far of its processes, by name; those of one name together."""
-        pids = family(self._stock.pid(0)) if side == STOCK else family(_supervisor(self._home))
         out: dict[str, int] = {}
-        for pid in pids:
+        for pid in {pid for first in self._firsts[side] for pid in family(first)}:
             name = _name_of(pid)
             out[name] = out.get(name, 0) + process_cpu_us(pid)
         return out
-
-
-def _supervisor(home: Path) -> int:
-    """The first process of the cluster whose home this is."""
-    wanted = ["deploy.local.run_supervisor", "--home", str(home)]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            words = _words(int(entry.name))
-            if any(words[at : at + 3] == wanted for at in range(len(words))):
-                return int(entry.name)
-    raise RuntimeError(f"no cluster in {home} runs")
 
 
 def _words(pid: int) -> list[str]:
@@ -184,7 +200,13 @@ def ask(
 
 
 def measure(
-    options: argparse.Namespace, sides: Sides, progress: Progress, number: int, way: str, width: int
+    options: argparse.Namespace,
+    sides: Sides,
+    progress: Progress,
+    number: int,
+    stock_processes: int,
+    way: str,
+    width: int,
 ) -> None:
     """One point of both sides."""
     before = {side: sides.cpu_us(side) for side in SIDES}
@@ -199,6 +221,7 @@ def measure(
             "requests": sum(part.requests for part in parts), "failed": sum(part.failed for part in parts),
             "tokens": tokens, "events": sum(part.num_events for part in parts),
             "seconds": round(took_s, 3), "tokens_per_s": round(tokens / took_s, 1),
+            "stock_processes": stock_processes, "cached_tokens": sum(part.cached_tokens for part in parts),
             "cpu_us_per_token": {name: round(us / max(1, tokens), 2) for name, us in spent.items() if us * 1e-6 > 0.05},
             "client_busy_ratio": round(max(part.cpu_s for part in parts) / took_s, 3),
             "ttft_ms": [ms for part in parts for ms in part.ttft_ms],
@@ -216,23 +239,26 @@ def said(row: Mapping[str, Any]) -> str:
     if row["ttft_ms"]:
         more.append(f"first tokens {quantile(row['ttft_ms'], 0.5):.0f} ms")
     return (
-        f"round {row['round']}, {row['way']} {row['width']}, {row['side']} on {row['on']}: "
-        f"{row['tokens_per_s']:.0f} tokens/s ({', '.join(more)}); CPU us a token: "
+        f"round {row['round']}, {row['way']} {row['width']}, {row['side']} on {row['on']}"
+        + (f" ({row['stock_processes']} HTTP processes): " if row["side"] == STOCK else ": ")
+        + f"{row['tokens_per_s']:.0f} tokens/s ({', '.join(more)}); CPU us a token: "
         + ", ".join(f"{name} {us:.1f}" for name, us in spent)
     )
 
 
-def measure_round(options: argparse.Namespace, folder: Path, progress: Progress, number: int) -> None:
+def measure_round(
+    options: argparse.Namespace, folder: Path, progress: Progress, number: int, stock_processes: int
+) -> None:
     """Start both, ask everything once, then every point."""
     begin_s = time.monotonic()
-    with Sides(options, folder, number) as sides:
+    with Sides(options, folder, number, stock_processes) as sides:
         for width in options.widths:
             ask(options, sides, "stream", width, width, 0)
         print(f"round {number}: ready and warm after {time.monotonic() - begin_s:.0f} s", flush=True)
         for way in options.ways:
             for width in options.widths:
                 print(f"round {number}: {way} {width}", flush=True)
-                measure(options, sides, progress, number, way, width)
+                measure(options, sides, progress, number, stock_processes, way, width)
 
 
 # -- the command --------------------------------------------------------------------------------------------
@@ -245,7 +271,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="requests at once")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="of each number of plain vLLM's processes")
+    parser.add_argument("--stock-processes", type=int, nargs="+", default=[], help="plain vLLM's, for HTTP")
     parser.add_argument("--clients", type=int, default=2, help="processes that ask, of each side")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument(
@@ -257,6 +284,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", default="")
     options = parser.parse_args(argv)
     options.set = [*CLUSTER[options.device], *options.set]
+    options.stock_processes = options.stock_processes or list(STOCK_PROCESSES[options.device])
     return options
 
 
@@ -264,14 +292,17 @@ def main(argv: Sequence[str]) -> int:
     """Measure and write the result file; exit status 1 when a request failed."""
     options, progress = parse(argv), Progress(None, said)
     with tempfile.TemporaryDirectory(prefix="quire-full-") as folder:
-        for number in range(options.rounds):
-            measure_round(options, Path(folder), progress, number)
+        for number, stock_processes in enumerate(
+            count for count in options.stock_processes for _ in range(options.rounds)
+        ):
+            measure_round(options, Path(folder), progress, number, stock_processes)
     samples = progress.samples
     metrics = metrics_from_samples(samples)
     for key, value in metrics.items():
         print(f"{key:45} {value:10.3f}")
     settings = {
         "device": options.device, "widths": options.widths, "clients": options.clients, "cluster": options.set,
+        "stock_processes": options.stock_processes,
         "worker": options.worker, "answer_tokens": TOKENS[options.device],
         "model": options.model_dir or ("8B shape" if options.device == "cuda" else "quire-demo"),
     }  # fmt: skip

@@ -148,9 +148,13 @@ class LocalityCluster:
         with http_get.open_url(f"{self.url}/v1/models", timeout_s=10) as reply:
             return str(json.load(reply)["data"][0]["id"])
 
-    def _pid(self, name: str) -> int:
+    def pids(self) -> dict[str, int]:
+        """First processes of the services that run, by name."""
         services = json.loads(self._quire("status", "--json"))["services"]
-        return next(int(one["pid"]) for one in services if one["name"] == name)
+        return {one["name"]: int(one["pid"]) for one in services if one["pid"]}
+
+    def _pid(self, name: str) -> int:
+        return self.pids()[name]
 
     def _write(self, arm: Arm) -> None:
         sections = {**self._sections, "scheduler": {"policy": arm.policy, **arm.settings}}

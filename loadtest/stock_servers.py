@@ -62,16 +62,16 @@ CPU_ENV = {  # as in our engines on CPU: a compiler's minute for the sampler alo
 }
 
 
-def serve_words(start: Start, model: Path, port: int) -> list[str]:
+def serve_words(start: Start, model: Path, port: int, api_processes: int = 0) -> list[str]:
     """The command of one server. With one API process the module that `vllm serve` runs, as not every build has that
-    command.
+    command. api_processes: 0: as many as Quire's gateway is told.
 
     Raises: ValueError for a worker setting that is no JSON.
     """
     is_cuda = start.device == "cuda"
     worker = {"max_num_seqs": GPU_SEQS if is_cuda else CPU_SEQS, **start.sections().get("worker", {})}
     cache_bytes = start.cache_bytes or (GPU_CACHE_BYTES if is_cuda else CPU_CACHE_BYTES)
-    num_apis = api_processes(start)
+    num_apis = api_processes or gateway_processes(start)
     serve = ["vllm.entrypoints.openai.api_server", "--model"]
     if num_apis > 1:
         serve = ["vllm.entrypoints.cli.main", "serve"]
@@ -88,8 +88,8 @@ def serve_words(start: Start, model: Path, port: int) -> list[str]:
     return words + (["--enforce-eager"] if worker.get("enforce_eager") or not is_cuda else [])
 
 
-def api_processes(start: Start) -> int:
-    """Of each server: as many as Quire's gateway is told."""
+def gateway_processes(start: Start) -> int:
+    """As many as Quire's gateway is told."""
     told = dict(setting.split("=", 1) for setting in start.cluster)
     return int(told.get("gateway_processes", "1"))
 
@@ -113,7 +113,8 @@ class SessionsInTurn:
 
 
 class StockServers:
-    """Used as LocalityCluster is. gpus: of each server; none: those that this process may use. `urls`: of each.
+    """Used as LocalityCluster is. gpus: of each server; none: those that this process may use. api_processes: of each;
+    0: as many as Quire's gateway is told. `urls`: of each.
 
     Raises: StartFailed with the log of a server.
     """
@@ -126,8 +127,10 @@ class StockServers:
         *,
         max_lag_ms: float = 100.0,
         gpus: Sequence[str] = (),
+        api_processes: int = 0,
     ) -> None:
         self._start = start
+        self._api_processes = api_processes
         self._folder = folder
         self._fleet = Fleet(folder / "stock")
         self._num_servers = num_servers
@@ -146,7 +149,8 @@ class StockServers:
         try:
             for number, port in enumerate(ports):
                 env = {**ENV, **({"CUDA_VISIBLE_DEVICES": gpus[number]} if is_cuda else CPU_ENV)}
-                self._fleet.begin(f"stock-{number}", serve_words(self._start, model, port), env=env)
+                words = serve_words(self._start, model, port, self._api_processes)
+                self._fleet.begin(f"stock-{number}", words, env=env)
             for number, url in enumerate(self.urls):
                 self._fleet.wait_ready(f"stock-{number}", f"{url}/health", timeout_s=READY_S)
         except BaseException:

@@ -69,7 +69,7 @@ def test_servers_start_side_by_side_and_end_together(tmp_path, monkeypatch):
     (tmp_path / "health").write_text("ok")
     begun = []
 
-    def words(_start, _model, port):
+    def words(_start, _model, port, _processes):
         begun.append(port)
         wait = "import http.server, sys, time; time.sleep(0.5); http.server.test(http.server.SimpleHTTPRequestHandler"
         return [
@@ -96,7 +96,7 @@ def test_servers_start_side_by_side_and_end_together(tmp_path, monkeypatch):
 
 
 def test_a_server_that_ends_says_why_and_leaves_none_behind(tmp_path, monkeypatch):
-    def words(_start, _model, port):
+    def words(_start, _model, port, _processes):
         return [sys.executable, "-c", "raise SystemExit('no such model')"]
 
     monkeypatch.setattr(stock_servers, "serve_words", words)
@@ -113,6 +113,8 @@ def test_a_plain_server_has_as_many_api_processes_as_the_gateway():
     words = serve_words(start, model, 8000)
     assert words[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "/model"]
     assert words[words.index("--api-server-count") + 1] == "2"
+    more = serve_words(start, model, 8000, 4)
+    assert more[more.index("--api-server-count") + 1] == "4"
     alone = serve_words(Start("cuda", "vllm"), model, 8000)
     assert alone[2:5] == ["vllm.entrypoints.openai.api_server", "--model", "/model"]
     assert "--api-server-count" not in alone
