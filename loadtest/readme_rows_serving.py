@@ -29,19 +29,19 @@ SERVING: list[tuple[str, str, str, str, str]] = [
     (
         "h200-full-batches",
         "stream_256_ratio",
-        "256 requests at once, streamed: tokens/s over those of plain vLLM with two API processes, at the same time",
+        "256 requests at once, streamed: tokens/s over plain vLLM's with two or four API processes, whichever suits it",
         "{:.2f}",
         "",
     ),
     (
         "h200-full-batches",
         "whole_256_ratio",
-        "the same, answers not streamed, prompts that both had cached",
+        "the same, answers not streamed",
         "{:.2f}",
         "",
     ),
     ("h200-full-batches", "stream_64_ratio", "the same of 64 at once, streamed", "{:.2f}", ""),
-    ("h200-full-batches", "whole_64_ratio", "the same of 64 at once, not streamed, cached", "{:.2f}", ""),
+    ("h200-full-batches", "whole_64_ratio", "the same of 64 at once, not streamed", "{:.2f}", ""),
     (
         "h200-full-batches",
         "stream_256_quire_ttft_p50_ms",
