@@ -23,7 +23,9 @@ def read_long_lists_by_numpy() -> None:
     def async_tensor_h2d(
         data: Any, device: str | torch.device, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """vLLM's: the same tensor of the same list. Raises: OverflowError for an id that is no int32, as it does."""
+        """vLLM's: the same tensor of the same list. Raises: OverflowError for an id that is no int32 (in a short list
+        torch's RuntimeError).
+        """
         if dtype is torch.int32 and type(data) is list and len(data) >= FROM_LENGTH:
             data = np.array(data, dtype=np.int32)
         return stock(data, device=device, dtype=dtype)
