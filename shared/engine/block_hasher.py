@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from shared.engine.long_lists import TokenIds
 from shared.ids import BlockHash
 from shared.kv.block_hash import HASH_BYTES, chain_digest, chain_seed, hash_blocks, pack_tokens, split_hashes
 
@@ -40,10 +41,18 @@ def quire_block_hasher(block_tokens: int, _hash_function: Any) -> Any:
             return []
         out = [] if done else _of_front(request, block_tokens)
         link = BlockHash(request.block_hashes[-1]) if done else out[-1] if out else seed_of(request)
-        tokens = request.all_token_ids[(done + len(out)) * block_tokens : full * block_tokens]
-        return out + hash_blocks(link, pack_tokens(tokens), block_tokens)
+        tokens = _packed(request, (done + len(out)) * block_tokens, full * block_tokens)
+        return out + hash_blocks(link, tokens, block_tokens)
 
     return hash_new_blocks
+
+
+def _packed(request: Request, begin: int, end: int) -> bytes:
+    """Its tokens `begin` to `end`. Cost: a copy where it is a TokenIds, else 20 to 40 us for 1,000."""
+    ids = request.prompt_token_ids
+    if isinstance(ids, TokenIds) and 4 * end <= len(ids.packed):
+        return ids.packed[4 * begin : 4 * end]
+    return pack_tokens(request.all_token_ids[begin:end])
 
 
 def _of_front(request: Request, block_tokens: int) -> list[BlockHash]:
@@ -53,10 +62,24 @@ def _of_front(request: Request, block_tokens: int) -> list[BlockHash]:
     raw = params.get("hashes", b"")[: num_tokens // block_tokens * HASH_BYTES]
     if len(raw) < LONG_BLOCKS * HASH_BYTES:
         return []
-    found, tokens = split_hashes(raw), pack_tokens(request.prompt_token_ids or [])
+    found, tokens = split_hashes(raw), _packed(request, 0, request.num_prompt_tokens)
     is_same = chain_digest(tokens, params["hashes"]) == params.get("digest")
     # the digest knows no seed, the first link does
     if not is_same or hash_blocks(seed_of(request), tokens[: 4 * block_tokens], block_tokens) != found[:1]:
         logger.error("request %s came with hashes of other tokens", request.request_id)
         return []
     return found
+
+
+def agreed_hashes(raw: bytes, own: list[BlockHash]) -> list[BlockHash]:
+    """The leading ones of `raw` that are this engine's own too. Cost: one comparison where all are."""
+    size = min(len(raw) // HASH_BYTES, len(own))
+    mine = own[:size]
+    if raw[: size * HASH_BYTES] == b"".join(mine):
+        return mine
+    agreed: list[BlockHash] = []
+    for theirs, known in zip(split_hashes(raw), mine, strict=False):
+        if theirs != known:
+            break
+        agreed.append(theirs)
+    return agreed

@@ -46,6 +46,7 @@ class EngineRequest:
     private: bool = False  # nobody else ever sees its blocks; they go with the next clear_cache()
     # of prompt_token_ids, so many last ones are output already; `sampling` is of the rest
     num_output_tokens: int = 0
+    packed_prompt: bytes = b""  # prompt_token_ids as packed u32, where the caller has them
     handed_tokens: int = 0  # decode: how many tokens a hand-off covers, a partial last block too; 0: all
 
 
@@ -192,6 +193,18 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Load the model; returns when the first request can run. Raises: SettingsError, ClusterError."""
+        ...
+
+    def send_early(self, request: EngineRequest) -> None:
+        """A request whose lease is still to come: what takes time with a long prompt is done meanwhile.
+
+        generate() of the same id follows, with `held` as it is then and all else unchanged, or drop_early(). Nothing
+        happens where nothing would be gained.
+        """
+        ...
+
+    def drop_early(self, engine_request_id: str) -> None:
+        """No generate() follows. Ids that are not waiting for one are ignored."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:

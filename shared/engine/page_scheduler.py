@@ -23,11 +23,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
-from shared.engine.block_hasher import given, quire_block_hasher, seed_of
+from shared.engine.block_hasher import agreed_hashes, given, quire_block_hasher, seed_of
 from shared.engine.cache_events import CacheEventSender
 from shared.engine.choice_totals import ChoiceTotals
+from shared.engine.early_requests import EarlyRequests
 from shared.engine.kv_told import Told, tell_first
 from shared.engine.lease_stalls import LeaseStalls
 from shared.engine.page_manager import LeasedTail, PageKVCacheManager
@@ -38,7 +39,7 @@ from shared.engine.preempt_times import note_preempted, preempted_ns
 from shared.engine.vllm_setup import die_with_parent
 from shared.errors import SettingsError
 from shared.ids import BlockHash, HandoffId, InstanceId, LeaseId
-from shared.kv.block_hash import hash_tail, pack_tokens, split_hashes
+from shared.kv.block_hash import hash_tail, pack_tokens
 from shared.kv.layout import EngineDescription, num_blocks
 from shared.kv.page import STOCK_PART
 from shared.kv.words import u32_list, u64_list
@@ -62,7 +63,7 @@ class LeaseUse(NamedTuple):
 NO_USE = LeaseUse(0, 0, 0)
 
 
-class PageSchedulerMixin(PoolWatch):
+class PageSchedulerMixin(EarlyRequests, PoolWatch):
     """Leases, seals, hand-offs and receipts around vLLM's scheduling."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +102,7 @@ class PageSchedulerMixin(PoolWatch):
         config = self.scheduler_config
         largest_step = config.max_num_batched_tokens // description.block_tokens + config.max_num_seqs
         self._stepped_s = 0.0
+        self._early, self._early_keys = {}, {}
         self._stalls = LeaseStalls()
         self._low_stock = min(STOCK_STEPS * largest_step, max(1, header.num_pages // STOCK_PART))
         self.leases: dict[str, tuple[LeaseId, list[KVCacheBlock]]] = {}
@@ -123,14 +125,24 @@ class PageSchedulerMixin(PoolWatch):
     # -- requests -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Take over the lease that the front made for it."""
+        """Take over the lease that the front made for it; keep one aside whose lease is to come."""
         with self._turn:
-            self._add_request(request)
+            if not self.keep_early(request):
+                self._add_request(request)
 
-    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+    def lease_came(self, key: str, params: dict[str, Any]) -> None:
+        """Of a request that is kept aside; `params` without a lease if there is none."""
+        with self._turn:
+            if (request := self.take_early(key, params)) is not None:
+                self._add_request(request)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
         """vLLM's."""
         with self._turn:
-            return super().finish_requests(*args, **kwargs)
+            if request_ids is not None and not isinstance(request_ids, str):
+                request_ids = list(request_ids)
+            early = self.finish_early(request_ids, finished_status)
+            return super().finish_requests(request_ids, finished_status) + early
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """vLLM's."""
@@ -165,11 +177,7 @@ class PageSchedulerMixin(PoolWatch):
         expected: list[BlockHash] = list(request.block_hashes[: num_tokens // self.block_size])
         if num_tokens % self.block_size:
             expected.append(self._tail_hash(request, num_tokens))
-        agreed: list[BlockHash] = []
-        for theirs, own in zip(split_hashes(params["hashes"]), expected, strict=False):
-            if theirs != own:
-                break
-            agreed.append(theirs)
+        agreed = agreed_hashes(params["hashes"], expected)
         count = len(agreed)
         pages, epochs = u32_list(params["pages"])[:count], u64_list(params["epochs"])[:count]
         blocks = self.pages.lease(pages, epochs, agreed[: len(pages)])

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from shared.engine.far_tables import change_tables, make_room, place_tables
 from shared.engine.layer_progress import LayerProgress, open_word
-from shared.engine.long_lists import read_long_lists_by_numpy
+from shared.engine.long_lists import read_long_lists_by_numpy, stage_ids_packed
 from shared.engine.page_warmup import use_null_block
 from shared.engine.page_window import PageWindow, device_name, open_window
 from shared.engine.rank_processes import unlink_shared_memory
@@ -48,6 +48,7 @@ class PageWorkerMixin:
         super().init_device()
         unlink_shared_memory(self.rank)
         read_long_lists_by_numpy()
+        stage_ids_packed(self.model_runner)
 
     def compile_or_warm_up_model(self: Any) -> Any:
         """vLLM's; what its requests write is no page of the pool, which may be in use."""

@@ -6,7 +6,8 @@ worker forked from a process that has imported vLLM is ready in a second or two 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -15,15 +16,22 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from shared.background_task import begin_task
-from shared.engine import fair_scheduler, far_scheduler, page_room, page_scheduler
+from shared.engine import early_requests, fair_scheduler, far_scheduler, page_room, page_scheduler
 from shared.engine.block_hasher import EXTRA_ARGS_KEY
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.cpu_dtype import engine_dtype
 from shared.engine.describe import describe_engine, why_not_in_pages
+from shared.engine.early_requests import (
+    EARLY_KEY,
+    PACKED,
+    EarlyStream,
+    EarlyStreams,
+)
 from shared.engine.engine_arguments import (
     engine_arguments,
     for_the_core,
@@ -62,6 +70,7 @@ from shared.wire.requests import TokenLogprob
 _log = get_logger("engine")
 
 EVENT_POLL_S = 0.1
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class VllmEngine:
@@ -126,6 +135,7 @@ class VllmEngine:
             fair_scheduler.install()
             far_scheduler.install()
             page_room.install()
+            early_requests.install()
         elif self.uses_pool:
             assert config.kv_transfer_config is not None
             config.kv_transfer_config.kv_connector_extra_config.update(extra)
@@ -136,6 +146,7 @@ class VllmEngine:
             lambda: self._engine_args(off, with_pool=self.uses_pool).create_engine_config(),
             self._folder.path,
         )
+        self._early = EarlyStreams(self._llm.engine_core)
         # vLLM's own request span, under ours: it goes to whatever tracer provider the process sets. Naming an
         # endpoint instead would make vLLM set a provider of its own, with an exporter thread, before the fork.
         self._llm.output_processor.tracing_enabled = bool(settings.trace_endpoint or settings.trace_dir)
@@ -185,23 +196,25 @@ class VllmEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
         spec, copies = engine_spec(request.sampling, request.num_output_tokens)
-        params = sampling_params(spec, self._extra_args(request))
-        if spec.structured is not None and self._grammars is not None:
-            await self._grammars.check(spec.structured)
-            mark_checked(params)
-        if not self._reads_cache:
-            params.skip_reading_prefix_cache = True
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
-        if request.tenant_salt:
-            prompt["cache_salt"] = request.tenant_salt
-        headers = {"traceparent": request.traceparent} if request.traceparent else None
         key = request.engine_request_id
+        early = self._early.take(key)
+        stream: EarlyStream | AsyncGenerator[RequestOutput, None]
+        if early is not None:
+            stream = early
+        else:
+            params = sampling_params(spec, self._extra_args(request))
+            if spec.structured is not None and self._grammars is not None:
+                await self._grammars.check(spec.structured)
+                mark_checked(params)
+            stream = self._sent(request, params)
         self._unfinished_prefill[key] = len(request.prompt_token_ids)
         self._context_tokens[key] = len(request.prompt_token_ids)
         told: Told = {}
         try:
-            stream = self._llm.generate(prompt, params, key, trace_headers=headers)
             async with contextlib.aclosing(stream):
+                if early is not None and await early.is_sent():
+                    lease = held_args(request)
+                    await self._llm.engine_core.call_utility_async("quire_lease_came", key, lease)
                 async for output in stream:
                     is_first = self._unfinished_prefill.pop(key, None) is not None
                     if is_first:  # of several choices: the others also find what the first one brought
@@ -225,7 +238,34 @@ class VllmEngine:
             self._unfinished_prefill.pop(key, None)
             self._context_tokens.pop(key, None)
 
-    def _extra_args(self, request: EngineRequest) -> dict[str, Any]:
+    def send_early(self, request: EngineRequest) -> None:
+        """See Engine.send_early: a long prompt of one choice, whose grammar needs no time."""
+        spec, _ = engine_spec(request.sampling, request.num_output_tokens)
+        if self._is_long(request) and spec.n == 1 and spec.structured is None:
+            key = request.engine_request_id
+            params = sampling_params(spec, self._extra_args(request, {EARLY_KEY: key}))
+            self._early.begin(key, self._sent(request, params))
+
+    def drop_early(self, engine_request_id: str) -> None:
+        """See Engine.drop_early."""
+        self._early.drop(engine_request_id)
+
+    def _sent(self, request: EngineRequest, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's outputs of the request, which is sent when the first is asked for."""
+        if not self._reads_cache:
+            params.skip_reading_prefix_cache = True
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        if request.tenant_salt:
+            prompt["cache_salt"] = request.tenant_salt
+        headers = {"traceparent": request.traceparent} if request.traceparent else None
+        return self._llm.generate(prompt, params, request.engine_request_id, trace_headers=headers)
+
+    def _is_long(self, request: EngineRequest) -> bool:
+        """Worth being sent as bytes, and early; the caller has the bytes."""
+        least = self.settings.early_from_tokens
+        return self.keeps_leases and 0 < least <= len(request.packed_prompt) // 4
+
+    def _extra_args(self, request: EngineRequest, more: Mapping[str, Any] = NO_ARGS) -> dict[str, Any]:
         """Where Quire's scheduler, or the connector, looks for what the request brought."""
         out: dict[str, Any] = {"seed": request.chain_seed, "handoff_id": request.handoff_id or ""}
         out |= {"tenant": request.tenant_salt, "weight": request.weight}
@@ -234,13 +274,9 @@ class VllmEngine:
             out["private"] = True
         if request.handed_tokens:
             out["handed_tokens"] = request.handed_tokens
-        if request.held is not None:
-            out["pages"] = u32_bytes(request.held.pages)
-            out["epochs"] = u64_bytes(request.held.epochs)
-            out["hashes"] = b"".join(request.held.hashes)
-            out["valid_tokens"] = request.held.valid_tokens
-            out["lease_id"] = request.held.lease_id
-            out["digest"] = request.held_digest
+        out |= held_args(request) | more
+        if self._is_long(request):
+            out[PACKED] = request.packed_prompt
         return {EXTRA_ARGS_KEY if self.keeps_leases else "kv_transfer_params": out}
 
     async def abort(self, engine_request_id: str) -> None:
@@ -313,6 +349,21 @@ class VllmEngine:
         self._llm.shutdown()
         self._events.close()
         self._folder.remove()
+
+
+def held_args(request: EngineRequest) -> dict[str, Any]:
+    """What the engine core is told of the pages that the request holds; {}: it holds none."""
+    held = request.held
+    if held is None:
+        return {}
+    return {
+        "pages": u32_bytes(held.pages),
+        "epochs": u64_bytes(held.epochs),
+        "hashes": b"".join(held.hashes),
+        "valid_tokens": held.valid_tokens,
+        "lease_id": held.lease_id,
+        "digest": request.held_digest,
+    }
 
 
 def _logprobs(rows: Any) -> list[list[TokenLogprob]] | None:

@@ -6,6 +6,7 @@ accepted -> pages leased (or not) -> engine -> Tokens ... -> Prefilled | Finishe
 """
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ class Attempt:
             _log.error("attempt_crashed", request_id=self.message.request_id, exc_info=True)
             self._fail(ClusterError.code, "the engine could not run this request", retryable=False)
         finally:
+            self._context.engine.drop_early(self._engine_id)
             self._release()
             if self._unclaimed is not None:
                 self._context.pages.drop_handoff(self._unclaimed)
@@ -177,7 +179,8 @@ class Attempt:
                 self._context.pages.release(self._lease.lease_id)
             self._lease = None
 
-    async def _lease_pages(self) -> None:
+    async def _lease_pages(self, request: EngineRequest) -> None:
+        """Args: request: the engine's, but for what a lease brings; it may be there meanwhile."""
         pages, message = self._context.pages, self.message
         parent = self._clock.span.traceparent
         if message.handoff is not None:
@@ -187,39 +190,48 @@ class Attempt:
                 self._clock.room_wait_ms = await self._context.room.enter(
                     self._engine_id, message.handoff, len(self._tokens), self._sampling
                 )
+            self._context.engine.send_early(request)
             self._lease = await pages.for_handoff(self._seed, self._prompt, message.handoff, parent)
         else:
+            self._context.engine.send_early(request)
             self._lease = await pages.for_prompt(self._seed, self._prompt, parent, message.kv)
         if self._lease is not None:
             self._clock.brought = self._lease.brought
+
+    def _request(self, sampling: SamplingSpec, handoff_id: HandoffId | None) -> EngineRequest:
+        """Without a lease."""
+        message = self.message
+        return EngineRequest(
+            engine_request_id=self._engine_id,
+            stage=message.stage,
+            prompt_token_ids=self._tokens,
+            packed_prompt=self._prompt,
+            sampling=sampling,
+            chain_seed=self._seed,
+            tenant_salt=message.tenant_salt,
+            weight=message.weight,
+            handoff_id=handoff_id,
+            handoff_target=message.handoff_to.target if message.handoff_to else None,
+            traceparent=self._clock.span.traceparent,
+            num_output_tokens=message.num_output_tokens,
+            handed_tokens=min(message.handoff.valid_tokens, len(self._tokens))
+            if message.handoff is not None
+            else 0,
+        )
 
     async def _deltas(
         self, sampling: SamplingSpec, handoff_id: HandoffId | None
     ) -> AsyncGenerator[EngineDelta, None]:
         """The engine's output, with the bookkeeping that both stages need."""
         asked_pool = self._context.pages.usable
+        request = self._request(sampling, handoff_id)
         if sampling.prompt_logprobs is None:  # they come with computing the prompt: pages would skip that
-            await self._lease_pages()
+            await self._lease_pages(request)
         self._clock.mark_submitted(asked_pool=asked_pool)
-        held = self._lease.held if self._lease is not None else None
-        request = EngineRequest(
-            engine_request_id=self._engine_id,
-            stage=self.message.stage,
-            prompt_token_ids=self._tokens,
-            sampling=sampling,
-            chain_seed=self._seed,
-            tenant_salt=self.message.tenant_salt,
-            weight=self.message.weight,
-            held=held,
-            held_digest=chain_digest(self._prompt, b"".join(held.hashes)) if held is not None else b"",
-            handoff_id=handoff_id,
-            handoff_target=self.message.handoff_to.target if self.message.handoff_to else None,
-            traceparent=self._clock.span.traceparent,
-            num_output_tokens=self.message.num_output_tokens,
-            handed_tokens=min(self.message.handoff.valid_tokens, len(self._tokens))
-            if self.message.handoff is not None
-            else 0,
-        )
+        if self._lease is not None:
+            held = self._lease.held
+            digest = chain_digest(self._prompt, b"".join(held.hashes))
+            request = dataclasses.replace(request, held=held, held_digest=digest)
         self.is_waiting = False
         is_first = True
         cost = self._context.cost

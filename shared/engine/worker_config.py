@@ -127,6 +127,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     # decode: how long a handed-over prompt waits, its pages held where they are, until there is room for it and its
     # answer beside those that run; 0: it never does
     handoff_room_ms: int = 60_000
+    # a prompt of so many tokens and more goes to the engine core while its pages come (docs/decisions/0057); 0: none
+    early_from_tokens: int = 8_192
     lease_ttl_ms: int = 30_000
     hello_timeout_ms: int = 2_000
     gateway_silent_ms: int = 1_500  # a gateway that answers no heartbeat for so long is lost
@@ -156,6 +158,7 @@ _NOT_NEGATIVE = (
     "mock_start_ms", "mock_eos_after_tokens", "mock_die_after_tokens", "mock_hang_after_tokens",
     "mock_drop_first_steps", "fair_max_switch_share", "fair_swap_gb_per_s", "weave_min_tokens", "far_bytes",
     "handoff_room_ms", "engine_silent_ms", "max_num_seqs", "graph_tokens",
+    "early_from_tokens",
 )  # fmt: skip
 
 

@@ -123,6 +123,12 @@ class MockEngine:
             self._pages.start()
         self._task = begin_task(self._live(), "mock-engine")
 
+    def send_early(self, request: EngineRequest) -> None:
+        """See Engine.send_early: it gains nothing."""
+
+    def drop_early(self, engine_request_id: str) -> None:
+        """See Engine.drop_early."""
+
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """See Engine.generate."""
         if self._dead:

@@ -74,6 +74,10 @@ def test_a_mempool_that_is_lost_while_it_is_answered_is_asked_again_for_what_is_
     holds("mempool_lost_while_it_is_answered", failed)
 
 
+def test_a_lease_that_comes_behind_its_request_is_taken_and_that_of_an_aborted_one_is_not(failed):
+    holds("lease_comes_behind_its_request", failed)
+
+
 def test_a_request_that_ends_while_its_blocks_are_loaded_leaves_no_word_of_it():
     """In `kv_cache = "copy"`: as many were kept as clients had left."""
     may_load = threading.Event()

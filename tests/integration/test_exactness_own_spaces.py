@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 def cluster(tmp_path_factory):
     flags = ("--set", "dtype=float32", "--set", "kv_space=own")
     env = {"QUIRE_WORKER_FETCH_WAIT_MS": "10000"}  # what is fetched comes, however busy the machine is
+    env["QUIRE_WORKER_EARLY_FROM_TOKENS"] = "1"  # every prompt goes to the engine while its pages come
     with LocalCluster(tmp_path_factory.mktemp("own") / "home", *flags, env=env) as cluster:
         yield cluster
 
@@ -51,6 +52,17 @@ def test_every_case_equals_stock_and_blocks_are_copied_between_the_spaces(refere
         for length in SECOND_TURNS_AFTER:
             second(client, length, reference)
     assert cluster.pool_at_rest()["num_leases"] == 0
+    assert num_early(cluster, "prefill") > 10
+    assert num_early(cluster, "decode") > 10
+
+
+def num_early(cluster, role):
+    """Prompts that went to that engine before their leases."""
+    _, admin = Ports(gateway=cluster.base + 90, base=cluster.base).worker(role, 0)
+    lines = httpx.get(f"http://127.0.0.1:{admin}/metrics", timeout=30).text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("quire_worker_early_requests_total")
+    )
 
 
 def test_a_prompt_that_another_instance_holds_is_fetched_or_computed_as_told(cluster):

@@ -11,6 +11,9 @@ import traceback
 from typing import Any
 from unittest import mock
 
+from vllm.v1.request import RequestStatus
+
+from shared.engine.early_requests import EARLY_KEY
 from shared.engine.lease_stalls import NEXT_S, STALL_S
 from shared.engine.page_swaps import LEASED, SEALED
 from shared.kv.words import u32_bytes
@@ -255,6 +258,42 @@ def mempool_lost_while_it_is_answered() -> None:
     assert lost_pool.call_count == 1
 
 
+def lease_comes_behind_its_request() -> None:
+    """With the lease it is as if both had come together; one that is aborted before takes nothing of its lease."""
+    for depth in (1, 2):
+        rng, name = random.Random(7), f"early-{depth}"
+        world = World(name, 60)
+        engine = SimEngine(world, "a", name, depth=depth)
+        world.pump()
+        front, prompts = world.client(engine.instance), [some(rng, 4.5) for _ in range(3)]
+        for number, prompt in enumerate(prompts):
+            engine.add(f"p{number}", prompt, 1, {})
+        settle(world, engine)
+        leases = [world.acquired(front, hashes_of(prompt)) for prompt in prompts]
+        for at, (key, prompt) in enumerate(zip(("lives", "leaves", "waits"), prompts, strict=True)):
+            engine.add(key, prompt, 4, {EARLY_KEY: key})
+            engine.answers[key].lease_id = leases[at]["lease_id"]
+        scheduler = engine.scheduler
+        for _ in range(5):
+            engine.turn()
+        assert not scheduler.requests, "nothing waits for its turn before its lease"
+        engine.abort("leaves")
+        for key, lease in zip(("lives", "leaves"), leases, strict=False):
+            scheduler.lease_came(key, lease)
+        assert list(scheduler.requests) == list(scheduler.leases) == ["lives"]
+        held = [scheduler.holds_lease(lease["lease_id"]) for lease in leases]
+        assert held == [True, False, False], "a front releases those that its engine does not know"
+        engine.answers["waits"].aborted = True
+        ended = scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        assert {request.request_id for request in ended} == {"lives", "waits"}
+        engine.answers["lives"].aborted = True
+        engine.add("again", prompts[0], 4, {EARLY_KEY: "again"})
+        scheduler.lease_came("again", {})  # no lease: it finds what the engine has itself
+        settle(world, engine)
+        assert engine.answers["again"].finished
+        assert (scheduler._early, scheduler._early_keys, scheduler.leases) == ({}, {}, {})
+
+
 CLAIMS = (
     fills_its_blocks_in_the_step_under_way,
     lease_leaves_too_few_pages,
@@ -264,6 +303,7 @@ CLAIMS = (
     lease_ends_under_hits,
     leases_of_those_that_wait,
     mempool_lost_while_it_is_answered,
+    lease_comes_behind_its_request,
 )
 
 

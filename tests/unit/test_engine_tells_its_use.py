@@ -39,6 +39,8 @@ async def uses_of(*outputs: RequestOutput, n: int = 1) -> list[KvUse | None]:
     """Of the deltas that vLLM's outputs become."""
     engine = VllmEngine.__new__(VllmEngine)
     engine._reads_cache = engine.keeps_leases = True
+    engine.settings = SimpleNamespace(early_from_tokens=0)  # type: ignore[assignment]
+    engine._early = SimpleNamespace(take=lambda _: None)  # type: ignore[assignment]
     engine._unfinished_prefill, engine._context_tokens = {}, {}
 
     async def generate(*_: Any, **__: Any):

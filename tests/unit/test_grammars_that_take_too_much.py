@@ -240,9 +240,10 @@ async def test_an_engine_has_every_grammar_checked_first(monkeypatch):
     engine = VllmEngine.__new__(VllmEngine)
     monkeypatch.setattr(VllmEngine, "_extra_args", lambda *_: {})
     engine._grammars = Checks()  # type: ignore[assignment]
-    engine._reads_cache = True
+    engine._early = SimpleNamespace(take=lambda _: None)  # type: ignore[assignment]
     spec = StructuredSpec(kind="regex", value="a")
-    request = SimpleNamespace(sampling=SamplingSpec(max_tokens=1, structured=spec), num_output_tokens=0)
+    sampling = SamplingSpec(max_tokens=1, structured=spec)
+    request = SimpleNamespace(sampling=sampling, num_output_tokens=0, engine_request_id="r")
     with pytest.raises(InvalidRequest):
         _ = [delta async for delta in engine.generate(request)]  # type: ignore[arg-type]
     assert asked == [spec]

@@ -288,6 +288,8 @@ async def test_an_engine_makes_rows_for_the_first_output_alone_though_every_choi
     engine = object.__new__(VllmEngine)
     engine._llm = SimpleNamespace(generate=outputs)
     engine._reads_cache = engine.keeps_leases = True
+    engine.settings = SimpleNamespace(early_from_tokens=0)  # type: ignore[assignment]
+    engine._early = SimpleNamespace(take=lambda _: None)  # type: ignore[assignment]
     engine._unfinished_prefill, engine._context_tokens = {}, {}
     spec = SamplingSpec(max_tokens=2, n=2, prompt_logprobs=1)
     request = EngineRequest(

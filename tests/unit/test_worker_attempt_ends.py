@@ -1,15 +1,17 @@
 """What an attempt says and counts, however it ends: by itself, by a stop string, by the engine's word."""
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.engine.interface import EngineDelta, KvUse
+from shared.engine.interface import EngineDelta, HeldPages, KvUse
 from shared.engine.worker_attempt import Attempt, AttemptContext
-from shared.ids import Epoch, HandoffId, InstanceId, RequestId
+from shared.engine.worker_pages import NOTHING_BROUGHT
+from shared.ids import BlockHash, Epoch, HandoffId, InstanceId, PageId, RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.wire.handoff import HandoffState
 from shared.wire.requests import Failed, Finished, Generate, SamplingSpec, StructuredSpec
@@ -36,6 +38,14 @@ class Engine:
     def __init__(self, *deltas: EngineDelta) -> None:
         self.deltas = deltas
         self.asked: list[Any] = []
+        self.early: list[Any] = []
+        self.dropped: list[str] = []
+
+    def send_early(self, request: Any) -> None:
+        self.early.append(request)
+
+    def drop_early(self, engine_request_id: str) -> None:
+        self.dropped.append(engine_request_id)
 
     async def generate(self, request: Any):
         self.asked.append(request)
@@ -64,15 +74,20 @@ async def run(*deltas: EngineDelta, stops: bool = False, **sampling: Any) -> lis
 
 
 async def run_in(
-    engine: Engine, *, stops: bool = False, handoff: HandoffState | None = None, **sampling: Any
+    engine: Engine,
+    *,
+    stops: bool = False,
+    handoff: HandoffState | None = None,
+    pages: Any = None,
+    **sampling: Any,
 ) -> list[Any]:
-    """In this engine. `handoff`: with which a decode stage begins."""
+    """In this engine. `handoff`: with which a decode stage begins. `pages`: none by default."""
     outbox = Outbox()
 
     async def nothing_held(*_: Any) -> None:
         return None
 
-    pages: Any = SimpleNamespace(
+    pages = pages or SimpleNamespace(
         usable=True, peer_address="", for_prompt=nothing_held, for_handoff=nothing_held
     )
     context = AttemptContext(
@@ -180,3 +195,46 @@ async def test_a_hand_off_hands_over_no_more_than_the_prompt(says, handed):
     engine = Engine(EngineDelta(0, [7], "length", request_done=True, kv_use=USE))
     await run_in(engine, handoff=handoff)
     assert [request.handed_tokens for request in engine.asked] == [handed]
+
+
+async def test_the_engine_has_the_request_before_its_lease_and_nothing_else_of_it_changes():
+    engine = Engine(FIRST, EngineDelta(0, [8], "length", request_done=True, kv_use=USE))
+    pages: Any = SimpleNamespace(usable=True, peer_address="", release=lambda _: None)
+    held = HeldPages(pages=[PageId(1)], epochs=[Epoch(1)], hashes=[BlockHash(b"h" * 32)], valid_tokens=8)
+    seen: list[int] = []
+
+    async def for_prompt(*_: Any) -> Any:
+        seen.append(len(engine.early))
+        return SimpleNamespace(held=held, brought=NOTHING_BROUGHT, lease_id="l")
+
+    pages.for_prompt = for_prompt
+    await run_in(engine, pages=pages)
+    assert seen == [1]
+    [early], [asked] = engine.early, engine.asked
+    assert (early.held, asked.held) == (None, held)
+    assert dataclasses.replace(asked, held=None, held_digest=b"") == early
+    assert early.packed_prompt == pack_tokens(PROMPT)
+    assert engine.dropped == [early.engine_request_id]
+
+
+async def test_a_client_that_leaves_while_its_pages_come_leaves_nothing_with_the_engine():
+    engine, waits = Engine(FIRST), asyncio.Event()
+
+    async def for_prompt(*_: Any) -> Any:
+        waits.set()
+        await asyncio.Event().wait()
+
+    pages: Any = SimpleNamespace(usable=True, peer_address="", for_prompt=for_prompt)
+    task = asyncio.create_task(run_in(engine, pages=pages))
+    await waits.wait()
+    task.cancel()
+    assert await task == []
+    assert engine.asked == []
+    assert engine.dropped == [request.engine_request_id for request in engine.early]
+    assert len(engine.early) == 1
+
+
+async def test_a_prompt_whose_log_probabilities_are_asked_for_waits_for_no_lease():
+    engine = Engine(FIRST, EngineDelta(0, [8], "length", request_done=True, kv_use=USE))
+    await run_in(engine, prompt_logprobs=1)
+    assert (engine.early, len(engine.asked)) == ([], 1)
