@@ -122,6 +122,13 @@ class Checks:
         """Of a block's part on one rank."""
         return self._spaces.description_of(space).block_bytes
 
+    def ended(self, space: int) -> None:
+        """The space is over. Cost: a look at all that is known."""
+        self._sums.ended(space)
+        for known in (self._known, self._corrupt_epochs):
+            for key in [key for key in known if key[0] == space]:
+                del known[key]
+
     # -- sealed ---------------------------------------------------------------------------------------
 
     def sealed(self, action: WriteEntries) -> None:

@@ -29,8 +29,8 @@ COUNTERS = (
     "remote_blocks", "remote_blocks_recut", "remote_blocks_stale", "remote_late", "remote_links_lost",
     "remote_malformed", "remote_misses", "remote_pulls", "remote_pulls_failed", "remote_pulls_late",
     "remote_pulls_lost", "remote_readers_late", "remote_refusals", "remote_refused", "seals_duplicate",
-    "spaces_dropped", "swap_blocks_in_dram", "swap_blocks_in_here", "swap_blocks_in_peer", "swap_blocks_known",
-    "swap_blocks_lost", "swap_blocks_out_dram", "swap_blocks_out_peer", "swap_blocks_without_room",
+    "spaces_dropped", "spaces_ended", "swap_blocks_in_dram", "swap_blocks_in_here", "swap_blocks_in_peer",
+    "swap_blocks_known", "swap_blocks_lost", "swap_blocks_out_dram", "swap_blocks_out_peer", "swap_blocks_without_room",
     "swap_copies_failed", "swap_made_way_dram", "swap_made_way_peer", "swap_pages_stale", "swaps_refused",
     "twins_merged", "waits_expired",
 )  # fmt: skip

@@ -50,6 +50,7 @@ class Kept:
         self._restore_pause_s = RESTORE_INTERVAL_S
         self._forgets_all = False  # what an earlier mempool left, and could not be taken over
         self._found_dead: list[int] = []
+        self._ended: set[int] = set()  # spaces that the keeper has not been heard to forget
         self._lacks = False  # the keeper came back and has not got everything: it was full, say
         self._watches = False
         self._watched: tuple[int, int] | None = None  # connection number and descriptor under a reader
@@ -147,6 +148,23 @@ class Kept:
         for first, count in runs(which):
             self.client.forget(name_of(number), "cuda-page", base + first, count)
 
+    def end(self, number: int) -> None:
+        """A space is over: no successor shall find it. A process that was there too, and lives, is elsewhere by now."""
+        self._spaces.pop(number, None)
+        for key in [key for key in self._slabs if key[0] == number]:
+            del self._slabs[key]
+        self._ended.add(number)
+        self._try(self._forget_ended)
+        for pid, (pidfd, meta) in list(self._processes.items()):
+            others = [each for each in meta.spaces if each != number]
+            if number in meta.spaces and others:  # none would mean all
+                self._keep_process(pid, pidfd, msgspec.structs.replace(meta, spaces=others))
+
+    def _forget_ended(self) -> None:
+        for number in sorted(self._ended):
+            self.client.forget_space(name_of(number))
+            self._ended.discard(number)
+
     def process(
         self, pid: int, pidfd: int, kind: takeover.ProcessKind, instance: str, spaces: Sequence[int] = ()
     ) -> None:
@@ -229,6 +247,7 @@ class Kept:
                 log.error("kept_memory_forgotten", spaces=names)
             self._forgets_all = False
         takeover.keep_myself(self.client, "mempool")
+        self._forget_ended()
         for pid, (pidfd, meta) in self._processes.items():
             takeover.keep_process(self.client, pid, pidfd, meta)
         for number, (memory, meta) in self._spaces.items():

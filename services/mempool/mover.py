@@ -155,8 +155,13 @@ class Mover:
         return self._spaces[number].failure if number in self._spaces else None
 
     def remove_space(self, number: int, on_removed: Callable[[], None] | None = None) -> None:
-        """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`."""
-        (space := self._spaces[number]).on_removed = on_removed or (lambda: None)
+        """No new copies; when those on their way have ended and settled, unmap, then call `on_removed`: at once where
+        it was never added."""
+        on_removed = on_removed or (lambda: None)
+        if (space := self._spaces.get(number)) is None:
+            on_removed()
+            return
+        space.on_removed = on_removed
         self._mapping.give_up(number)
         self._remove_if_unused(space)
 

@@ -91,6 +91,16 @@ class _Job:
         return len(self.values) == len(self.pieces)
 
 
+class _Close(_Job):
+    """The last of a space."""
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__((), (), lambda _: pages.close(), _raise)
+
+    def step(self) -> None:
+        """Nothing is left to be summed."""
+
+
 class _Thread(threading.Thread):
     """Does what is urgent before the next piece of what is not. put() and close() from any other thread."""
 
@@ -206,6 +216,12 @@ class PageSums:
         if not self._is_closed:
             self.num_waiting -= len(job.pieces)
             then(job.values)
+
+    def ended(self, space: int) -> None:
+        """The space is over: it is read no more, behind what is asked for already."""
+        self._failed_s.pop(space, None)
+        if (pages := self._pages.pop(space, None)) is not None:
+            self._thread.put(_Close(pages), urgent=False)
 
     def close(self) -> None:
         """Waits for the page that is being summed."""

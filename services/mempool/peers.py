@@ -14,6 +14,7 @@ from services.mempool.checks import Checks
 from services.mempool.copy_spans import ReturnSpans
 from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.mempool import Mempool
+from services.mempool.kv_ends import kv_end
 from services.mempool.mover_regions import HostRegion, space_and_rank
 from services.mempool.peer_background import Background
 from services.mempool.peer_cuts import HostSpace, told
@@ -21,7 +22,7 @@ from services.mempool.peer_links import ChannelToPeer, PeerLink, note_malformed
 from services.mempool.peer_paths import PathEnd
 from services.mempool.peer_readers import Reader, ServedPath
 from services.mempool.remote_checks import RemoteChecks
-from services.mempool.spaces import Spaces, kv_end
+from services.mempool.spaces import Spaces
 from shared.errors import ClusterError, PeerProtocolError, SettingsError
 from shared.ids import PageId
 from shared.observe.log import get_logger
@@ -77,6 +78,7 @@ class Peers:
         self._refused: set[bytes] = set()  # identities of connections
         self._next_reader = 1
         self._registered: set[int] = set()
+        core.endings.is_kept = self._registered.__contains__
         self._server: RouterServer[wire.ToSource, wire.ToReader] = RouterServer(
             listen,
             into=wire.TO_SOURCE,

@@ -18,6 +18,7 @@ from services.mempool.core.actions import (
     CreateMemory,
     CreateSlabs,
     Disconnect,
+    EndSpace,
     KeepCaller,
     KillProcess,
     MapFarPages,
@@ -315,8 +316,7 @@ class MempoolShell:
                 self.checks.copying(action)
                 self.spaces.copy(action)
             case Disconnect():
-                connection = self._connections.get(action.connection)
-                if connection is not None:
+                if (connection := self._connections.get(action.connection)) is not None:
                     log.warning("peer_disconnected", connection=action.connection, reason=action.reason)
                     connection.close()
             case _:
@@ -346,6 +346,9 @@ class MempoolShell:
                 self._change_memory(action)
             case OweMemory():
                 self.kept.owes(action.space, action.is_owed)
+            case EndSpace():
+                self.checks.ended(action.space)
+                self.spaces.end(action.space)
             case MapFarPages():
                 self.outbox.give(action.connection, lambda: self.spaces.far_pages(action))
             case KillProcess():

@@ -56,8 +56,8 @@ class DeviceSlabs:
         return int(self._call(self._driver.cuMemExportToShareableHandle, handle, self._fd_kind, 0))
 
     def is_present(self, slab: int) -> bool:
-        """Whether it has memory."""
-        return self._handles[slab] is not None
+        """Whether it has memory: none after close()."""
+        return bool(self._handles) and self._handles[slab] is not None
 
     def release(self, slab: int) -> None:
         """Give it back to the system, once nobody else maps it or has a descriptor. Any thread. Cost: 10 us."""
@@ -117,8 +117,8 @@ class KeptSlabs:
         return os.dup(self._fds[slab])
 
     def is_present(self, slab: int) -> bool:
-        """Whether it has memory."""
-        return self._fds[slab] >= 0
+        """Whether it has memory: none after close()."""
+        return bool(self._fds) and self._fds[slab] >= 0
 
     def release(self, slab: int) -> None:
         """As DeviceSlabs.release()."""

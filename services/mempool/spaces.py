@@ -17,6 +17,7 @@ from services.mempool.core.actions import (
 from services.mempool.descriptors import of_memory
 from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
+from services.mempool.kv_ends import kv_end
 from services.mempool.memory import PoolMemory
 from services.mempool.memory_ready import MemoryReady
 from services.mempool.slabs import DeviceSlabs, KeptSlabs
@@ -35,30 +36,10 @@ if TYPE_CHECKING:
     from services.mempool.mover_gpu import SlabWindow
     from services.mempool.mover_layers import Feed, Gate, LayerMemory
     from services.mempool.mover_regions import HostRegion, RankRegion
-    from shared.transfer.reslice import KvEnd
 
 DEFAULT_COPYING = CopyOptions()
 
 log = get_logger("mempool.spaces")
-
-
-def kv_end(description: EngineDescription) -> "KvEnd | None":
-    """How the engine cuts a block over its ranks; None when that is not known, so that nothing is cut anew."""
-    from shared.transfer.reslice import KvEnd, Order
-
-    if description.family_key == description.content_key:
-        return None
-    num_rows = description.num_layers * description.num_kv_heads * description.block_tokens * 2
-    try:
-        end = KvEnd(
-            description.num_layers * description.pp_size, description.total_kv_heads, description.block_tokens,
-            description.block_bytes // max(1, num_rows), tp_size=description.tp_size,
-            pp_size=description.pp_size, order=Order(description.order),
-        )  # fmt: skip
-    except (ClusterError, ValueError) as error:
-        log.warning("geometry_unknown", reason=str(error))
-        return None
-    return end if end.block_bytes(0) == description.block_bytes else None
 
 
 class Spaces:
@@ -175,6 +156,28 @@ class Spaces:
     def windows(self, number: int) -> "list[SlabWindow]":
         """Of the ranks of a space on GPUs, as far as the mover has mapped it."""
         return self._mover.windows(number) if self._mover else []
+
+    def end(self, number: int) -> None:
+        """The space is over: nobody else maps it, and nothing is copied there. Its memory goes as soon as the mover
+        does not map it any more; with close() before that it goes with this process."""
+        memory, _ = self.memories.pop(number), self._metas.pop(number)
+        slabs = [self.slabs.pop(key) for key in sorted(self.slabs) if key[0] == number]
+        for key in [key for key in self.layer_words if key[0] == number]:
+            del self.layer_words[key]
+        self.kept.end(number)
+
+        def close() -> None:
+            self._wake(number)  # whoever is of no use is not told to rest
+            for each in slabs:
+                each.close()
+            memory.close()
+            log.info("space_ended", space=number)
+
+        if self._mover is not None and number in self._moved:
+            self._moved.discard(number)
+            self._mover.remove_space(number, lambda: self._system.behind(close))
+        else:
+            self._system.behind(close)  # memory of it may be on its way to the system
 
     # -- copies ---------------------------------------------------------------------------------------
 

@@ -113,6 +113,10 @@ class SystemMemory:
 
         self._run(work, on_done)
 
+    def behind(self, then: Callable[[], None]) -> None:
+        """`then` is called on the loop, behind what the thread was told before; never after close()."""
+        self._run(lambda: None, lambda _: then())
+
     def _remap(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -71,13 +71,17 @@ class TreePublishers:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         for number, watch in self._watches.items():
-            self._mempool.pools[number].index.watch = None
+            if (pool := self._mempool.pools.get(number)) is not None:
+                pool.index.watch = None
             await watch.publisher.close()
 
     async def _run(self) -> None:
         while True:
-            for number, audience in self._mempool.audience.now().items():
+            now = self._mempool.audience.now()
+            for number, audience in now.items():
                 self._refresh(number, audience)
+            for number in self._watches.keys() - now.keys():  # it has ended
+                await self._watches.pop(number).publisher.close()
             await asyncio.sleep(REFRESH_S)
 
     def _refresh(self, number: int, audience: SpaceAudience) -> None:

@@ -286,3 +286,30 @@ async def test_what_a_keeper_that_hung_could_not_hand_over_is_forgotten_when_it_
     assert kept_now(kept) == {"processes": {"process": 1}, "pages": {"table": 1, "pages": 1}}
     memory.close()
     kept.close()
+
+
+async def test_a_space_that_has_ended_is_forgotten_when_the_keeper_hears_and_names_no_process(
+    kept, monkeypatch
+):
+    memories = [PoolMemory(NUM_PAGES, PAGE_BYTES, GENERATION) for _ in range(2)]
+    for number, memory in enumerate(memories):
+        kept.space(memory, msgspec.structs.replace(META, number=number))
+    pidfd = os.pidfd_open(os.getpid())
+    kept.process(os.getppid(), pidfd, "engine", "prefill-0", [0, 1])
+    os.close(pidfd)
+
+    def refuse(_name: str) -> None:
+        raise OutOfDescriptors("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept.client, "forget_space", refuse)
+        kept.end(1)
+    assert name_of(1) in kept_now(kept)
+    assert kept._processes[os.getppid()][1].spaces == [0]
+    kept._hand_over_all(kept.client)
+    assert set(kept_now(kept)) == {name_of(0), takeover.PROCESSES}
+    kept.end(0)
+    assert set(kept_now(kept)) == {takeover.PROCESSES}
+    assert kept._processes[os.getppid()][1].spaces == [0], "of none would mean of all"
+    for memory in memories:
+        memory.close()

@@ -18,14 +18,18 @@ from services.mempool.core.actions import (
     CopyPages,
     CreateMemory,
     Disconnect,
+    EndSpace,
     KillProcess,
     MapFarPages,
     PoolLimits,
+    ReleaseUnits,
+    RestoreUnits,
     Send,
 )
 from services.mempool.core.mempool import Mempool
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId
+from shared.kv.layout import LENDER, TENSORS
 from shared.kv.page import PageState
 from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
 from shared.wire import mempool as wire
@@ -54,7 +58,9 @@ class Nonsense:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.is_small = self.rng.random() < 0.5  # whoever comes with a name of its own needs another's space
         limits = PoolLimits(
+            max_spaces=7 if self.is_small else 64,
             capacity_bytes=8 * PAGE_BYTES, dram_bytes=4 * PAGE_BYTES, dram_for_host=True, idle_punch_ms=100,
             pull_patience_ms=50, offer_patience_ms=50, space_idle_ms=1_000, max_blocks_per_call=64,
             transfer_mode=self.rng.choice(["by-request-agg", "by-layer"]),
@@ -69,6 +75,8 @@ class Nonsense:
         self.asked: list[tuple[int, int]] = []  # of ranks: (connection, number)
         self.last = 0
         self.num_refused = 0
+        self.ended: set[int] = set()
+        self.system: list[ReleaseUnits | RestoreUnits] = []
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -77,10 +85,16 @@ class Nonsense:
         connection, number = self.last, self.rng.randrange(3)
         kind = self.rng.choice(["rank", "engine", "engine", "client"])
         instance = InstanceId(f"i{number}")
+        description, device = DESCRIPTION, f"cpu:{number}"
+        if self.is_small and self.rng.random() < 0.3:
+            instance = InstanceId(f"aqua-{self.rng.randrange(6)}")
+            backend = self.rng.choice([LENDER, TENSORS, "none"])
+            description = msgspec.structs.replace(DESCRIPTION, fingerprint=instance, backend=backend)
+            device = f"cpu:{instance}"
         mine = [p for k, i, p in self.peers.values() if i == instance and k != "client"]
         process = self.rng.choice(mine) if mine and kind != "client" else 1_000 + connection
         message = wire.Attach(
-            kind=kind, instance=instance, device=f"cpu:{number}", description=DESCRIPTION if kind != "client" else None,
+            kind=kind, instance=instance, device=device, description=description if kind != "client" else None,
             works_in_pages=self.rng.random() < 0.95, quota_pages=self.rng.choice([4, 4, 8, *ODD]),
             far_places=self.rng.choice([0, 4]), lets_go=self.rng.random() < 0.2,
         )  # fmt: skip
@@ -158,6 +172,30 @@ class Nonsense:
             if connection in self.peers:
                 self.do(connection, lambda: self.core.on_message(connection, message, self.now_ms))
 
+    def newcomers(self) -> None:
+        """Processes of other names, which end at once."""
+        for _ in range(3 if self.is_small else 0):
+            self.attach()
+            if (
+                (peer := self.peers.get(self.last)) is not None
+                and peer[0] != "client"
+                and self.rng.random() < 0.8
+            ):
+                self.die(peer[2])
+
+    def answered(self) -> None:
+        """The system does what it was asked for, or not."""
+        while self.system:
+            asked, failed = self.system.pop(0), self.rng.random() < 0.2
+            if isinstance(asked, ReleaseUnits):
+                self.do(
+                    0,
+                    lambda a=asked, f=failed: self.core.on_released(a.space, a.units, self.now_ms, failed=f),
+                )
+            else:
+                most = 0 if failed else len(asked.units)
+                self.do(0, lambda a=asked, n=most: self.core.on_restored(a.space, a.units, n, self.now_ms))
+
     def wait(self) -> None:
         self.now_ms += self.rng.choice([1, 60, 300, 1_500])
         self.do(0, lambda: self.core.tick(self.now_ms))
@@ -190,9 +228,17 @@ class Nonsense:
             return
         ended, killed = [], []
         for action in actions:
+            is_told = isinstance(action, Send) and not action.with_memory  # a refusal is of no space
+            assert is_told or getattr(action, "space", -1) not in self.ended, action
+            assert self.ended.isdisjoint(number for number, _ in getattr(action, "sources", ())), action
             match action:
                 case CreateMemory():
+                    assert action.space not in self.num_pages, "no number is another space's"
                     self.num_pages[action.space] = action.num_pages
+                case EndSpace():
+                    self.ended.add(action.space)
+                case ReleaseUnits() | RestoreUnits():
+                    self.system.append(action)
                 case CopyPages():
                     self.copies.append(action)
                 case MapFarPages():
@@ -316,8 +362,10 @@ STEPS = [
     "wait",
     "leave",
     "lend",
+    "newcomers",
+    "answered",
 ]
-WEIGHTS = [1, 3, 3, 3, 3, 3, 6, 6, 3, 3, 1, 0.3, 1]
+WEIGHTS = [1, 3, 3, 3, 3, 3, 6, 6, 3, 3, 1, 0.3, 1, 1.5, 1.5]
 
 
 def example(seed: int) -> Nonsense:

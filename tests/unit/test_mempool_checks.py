@@ -224,3 +224,25 @@ def test_what_could_not_be_read_says_nothing_against_a_page():
     assert known.agrees(7)
     assert not known.agrees(8)
     assert known.value == 7
+
+
+async def test_pages_of_a_space_that_has_ended_are_closed_behind_what_is_summed_and_read_no_more():
+    is_closed = threading.Event()
+
+    class Closing(Slow):
+        def close(self) -> None:
+            assert self.order == [1, 2]
+            is_closed.set()
+
+    asked, pages, answers = [], Closing(), asyncio.Queue()
+    sums = PageSums(lambda space: asked.append(space) or (pages if len(asked) == 1 else None))
+    sums.sums([Piece(3, page, 1) for page in (1, 2)], answers.put_nowait, urgent=False)
+    sums.ended(3)
+    assert not sums.can_read(3)
+    pages.turn.release(2)
+    assert await answers.get() == [2, 3]
+    sums.ended(3)
+    sums.ended(4)
+    assert await asyncio.to_thread(is_closed.wait, 30)
+    sums.close()
+    assert asked == [3, 3]

@@ -1,12 +1,15 @@
 """What a mempool tells the prompt tree: every full block that is indexed, in reach of whom, and retracted in time."""
 
+import asyncio
 import random
+from typing import ClassVar
 
+from services.mempool import tree
 from shared.ids import InstanceId
 from shared.kv.page import PageState
 from tests.unit.mempool_harness import Harness, chain
 from tests.unit.test_mempool_dram import ABCD, WXYZ, number_of_dram, spaces, two_prompts, unpin
-from tests.unit.test_mempool_spaces import DECODE, PREFILL, acquire
+from tests.unit.test_mempool_spaces import DECODE, PREFILL, Spaces, acquire
 
 
 class Watch:
@@ -107,3 +110,47 @@ def test_a_space_outlives_its_engine_and_stays_in_its_instances_reach():
     rig.run(rig.core.on_process_dead(PREFILL, rig.now_ms))
     assert watch.told == {*ABCD, *WXYZ}
     assert rig.core.audience.now()[0] == before
+
+
+async def test_the_entries_of_a_space_that_has_ended_are_withdrawn(monkeypatch):
+    change = asyncio.Event()
+
+    class Publisher:
+        owners: ClassVar[set[str]] = set()
+
+        def __init__(self, *_, owner, **__):
+            self.owner = owner
+
+        def open(self):
+            change.set()
+            self.owners.add(self.owner.rpartition("/")[2])
+
+        def stored(self, hashes): ...
+
+        def set_row(self, row): ...
+
+        async def close(self):
+            change.set()
+            self.owners.remove(self.owner.rpartition("/")[2])
+
+    async def told(wanted):
+        while Publisher.owners != wanted:
+            change.clear()
+            await asyncio.wait_for(change.wait(), 30)
+
+    monkeypatch.setattr(tree, "PromptTreePublisher", Publisher)
+    monkeypatch.setattr(tree, "REFRESH_S", 0.001)
+    rig = Spaces(max_spaces=2)
+    for worker in (1, 2):
+        rig.worker(worker, f"cpu:{worker}")
+    publishers = tree.TreePublishers("redis://", "m", "here:1", rig.core)
+    publishers.open()
+    await told({"0", "1"})
+    rig.give_back(2, rig.granted.pop(2))
+    for connection in (2, 102):
+        rig.closed(connection)
+    rig.dead(2)
+    rig.worker(3, "cpu:3")
+    await told({"0", "2"})
+    await publishers.close()
+    assert not Publisher.owners

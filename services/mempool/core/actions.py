@@ -149,6 +149,13 @@ class OweMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSpace:
+    """The space is over (endings.py): nobody else maps its memory, which is not kept any more. No answer."""
+
+    space: int
+
+
+@dataclass(frozen=True, slots=True)
 class OfferSlabs:
     """MapSlabs to a rank, with a descriptor of each."""
 
@@ -336,6 +343,7 @@ Action = (
     | ReleaseUnits
     | RestoreUnits
     | OweMemory
+    | EndSpace
     | OfferSlabs
     | CopyPages
     | Send

@@ -92,7 +92,7 @@ class Leased:
     def find(self, home: Home, number: int) -> None:
         """What is lent to the space of this number."""
         lent = [p for p in self._pools.values() if isinstance(p, LoanPool) and p.consumer.number == number]
-        if len(lent) != len(home.leased):
+        if [pool.number for pool in lent] != [each.space for each in home.leased]:
             home.leased = [LentPages(pool, self._wanted) for pool in lent]
 
     def _take_beside(self, holder: Holder, home: Home, raw: bytes) -> bytes:

@@ -133,6 +133,10 @@ class Homes(dict[InstanceId, Home]):
             self._before.update((each.space, before) for _, each in before.spaces())
         super().__setitem__(instance, home)
 
+    def forget(self, space: SpaceId) -> None:
+        """The space is over: no holder has anything there."""
+        self._before.pop(space, None)
+
     def allocator(self, space: SpaceId) -> Allocator:
         """Of a space that a holder has pages of."""
         past = self._before.get(space)

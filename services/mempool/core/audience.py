@@ -37,6 +37,8 @@ class Audience:
 
     def now(self) -> dict[int, SpaceAudience]:
         """Of every space that has memory, by its number. Cost: a step for each engine and instance."""
+        for number in self._media.keys() - self._pools.keys():  # it is over
+            del self._media[number]
         for number, pool in self._pools.items():
             media = self._media.setdefault(number, {})
             engines = pool.memory.engines.attached.values() if pool.memory is not None else ()

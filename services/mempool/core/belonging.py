@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from services.mempool.core import space
 from services.mempool.core.pool import Pool
+from services.mempool.core.pools import Pools
 from shared.wire import mempool as wire
 
 
@@ -30,10 +31,9 @@ def why_refused(
     message: wire.Attach,
     process: int,
     pool: Pool | None,
-    pools: Mapping[int, Pool],
+    pools: Pools,
     *,
     is_new: bool,
-    is_full: bool,
 ) -> tuple[str, str] | None:
     """(code, reason) where pool_for() found none for it. Args: is_new: the instance was in no space yet."""
     if is_taken(message, process, pool, pools):
@@ -41,15 +41,16 @@ def why_refused(
             f"another process is attached as {message.instance}, in another space; give each worker a name"
         )
         return "instance.taken", reason
-    if not (is_new and is_full) or pool is None or pool.memory is None or message.memory_id:
+    if not (is_new and pools.is_full) or pool is None or pool.memory is None or message.memory_id:
         return None
     if takes(pool, message, space.described(message).content_key):
         return None
-    num_spaces = sum(not each.is_loan for each in pools.values())
     reason = (
-        f"all {num_spaces} spaces of this mempool are other instances', those that have ended among them, which have"
-        " their space when they come back: use one of their names, or raise mempool.max_spaces"
+        f"all {pools.num_spaces} spaces of this mempool are other instances' that live, or that have left blocks there"
+        " (until mempool.space_idle_ms): use one of their names, or raise mempool.max_spaces"
     )
+    if pools.is_used_up:
+        reason = "this mempool has no number left for another space: start it again"
     return "spaces.full", reason
 
 

@@ -61,6 +61,12 @@ class Callers:
         """Whether it is a caller's attachment."""
         return connection in self._open
 
+    def use(self, space: int) -> bool:
+        """Whether one has attached to a space, or may write there still."""
+        return any(each.space == space for each in self._open.values()) or any(
+            each == space for _, each in self._unended
+        )
+
     def on_attach(self, connection: int, process: int, message: AttachCaller) -> list[Action]:
         """A connection's first message.
 

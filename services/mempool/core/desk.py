@@ -85,7 +85,7 @@ class Desk:
         lending.rules = rules
         self._space_of, self._touched, self._far_need = space_of, touched, far_need
         self._reports = LoadReports(rules.silent_ms)
-        self._parties: dict[int, _Party] = {}
+        self.parties: dict[int, _Party] = {}
         self._num_wishes = 0
         self._wishes: list[Wish] = []
         self.words: list[Word] = []  # the shell takes them
@@ -103,13 +103,13 @@ class Desk:
     def excuse(self, late_ms: int, now_ms: int) -> None:
         """decide() comes so late: what was said meanwhile is not read yet, and nobody was silent."""
         self._reports.excuse(late_ms, now_ms)
-        for party in self._parties.values():
+        for party in self.parties.values():
             party.heard_at_ms = min(now_ms, party.heard_at_ms + late_ms)
             party.producer.excuse(late_ms, now_ms)
 
     def answered(self, wish: Wish, answer: Answer, now_ms: int) -> None:
         """The coordinator's answer; None: none came in time."""
-        party = self._parties.get(wish.space)
+        party = self.parties.get(wish.space)
         if party is None or isinstance(wish.body, AskReclaim) or isinstance(answer, ReclaimOrder):
             return
         if isinstance(answer, OfferView):
@@ -169,7 +169,7 @@ class Desk:
             instances = {engine.instance for engine in memory.engines.attached.values()}
             if instances and (word := self.takers.look(number, now_ms)) is not None:
                 self.words.append(word)
-            if instances or number in self._parties:
+            if instances or number in self.parties:
                 self._decide(number, self._party(number, instances), sorted(instances), now_ms)
         self._tell()
         wishes, self._wishes = self._wishes, []
@@ -177,14 +177,14 @@ class Desk:
 
     def _party(self, number: int, instances: set[InstanceId]) -> _Party:
         models = {self._reports[name].message.model for name in instances if name in self._reports}
-        known = self._parties.get(number)
+        known = self.parties.get(number)
         if known is not None and (not models or known.models == tuple(sorted(models))):
             return known
         profiles = [self._profiles[model] for model in sorted(models) if model in self._profiles]
         made = _Party(Producer(self.rules, profiles), Consumer(self.rules, profiles), tuple(sorted(models)))
         if known is not None:
             made.held, made.preempted, made.shares = known.held, known.preempted, known.shares
-        self._parties[number] = made
+        self.parties[number] = made
         return made
 
     def _decide(self, number: int, party: _Party, instances: Sequence[InstanceId], now_ms: int) -> None:
@@ -360,7 +360,7 @@ class Desk:
 
     def _tell(self) -> None:
         """Everybody who reports load hears of a change of the memory that its engine has."""
-        for number, party in self._parties.items():
+        for number, party in self.parties.items():
             shares = self.shares_of(number)
             if shares == party.shares:
                 continue
@@ -380,7 +380,7 @@ class Desk:
     def status(self) -> dict[str, Any]:
         """For people: by space, its engines, what they share, and what they would do."""
         out: dict[str, Any] = {}
-        for number, party in self._parties.items():
+        for number, party in self.parties.items():
             memory = self._pools[number].memory
             assert memory is not None
             shares = self.shares_of(number)

@@ -59,6 +59,7 @@ class Dram:
         self.is_awaited: Callable[[int], bool] = lambda _: False
         self.swapped: Callable[[int, Sequence[TierAction]], None] | None = None
         self._copies: dict[int, tuple[int, int]] = {}  # copy -> (space, its number there)
+        self._ended: Counter[str] = Counter()  # what Tiers of spaces that are over have counted
         self._out: list[Action] = []
 
     # -- making ---------------------------------------------------------------------------------------
@@ -259,10 +260,33 @@ class Dram:
     def counters(self) -> Counter[str]:
         """Of all spaces."""
         out = Counter({"dram_refused": self.num_refused} if self.num_refused else {})
-        for tiers in self.tiers.values():
-            for name, count in tiers.counters.items():
+        for counters in (self._ended, *(tiers.counters for tiers in self.tiers.values())):
+            for name, count in counters.items():
                 out[name if name.startswith("peer_") else f"dram_{name}"] += count
         return out
+
+    # -- spaces that end (endings.py) -----------------------------------------------------------------
+
+    def is_idle(self, number: int) -> bool:
+        """Whether nothing of this space is on its way to host memory or back, or asked for, or in doubt."""
+        tiers = self.tiers.get(number)
+        is_copied = any(space == number for space, _ in self._copies.values())
+        return not is_copied and (tiers is None or not (tiers.tickets or any(tiers.quarantined.values())))
+
+    def may_forget(self, pool: Pool) -> bool:
+        """Whether the order of ends allows it: host memory goes behind all that it is behind, and the last of these
+        not as long as blocks are there, which nobody could ever use."""
+        if pool.is_dram:
+            return all(tiers.slow.space != pool.number for tiers in self.tiers.values())
+        dram = self._of(pool)
+        return dram is None or not len(dram.index) or len(self._fronts(dram)) > 1
+
+    def forget(self, pool: Pool) -> None:
+        """The space is over."""
+        if (tiers := self.tiers.pop(pool.number, None)) is not None:
+            self._ended.update(tiers.counters)
+            if not pool.is_loan:
+                self._pools[int(tiers.slow.space)].outlives(pool)
 
 
 def _own(pool: Pool) -> OwnPages:

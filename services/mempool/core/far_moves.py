@@ -116,6 +116,10 @@ class FarMoves(ABC):
         copy = self._copies.get(copy_id)
         return copy is not None and bool(copy.job.old) and not copy.job.is_back
 
+    def uses(self, pool: Pool) -> bool:
+        """Whether processes of an engine of this space may read blocks in place still."""
+        return any(user.pool is pool for user in self._users)
+
     def num_at(self, number: int) -> int:
         """Pages of this space that are mapped at far places, or about to be. Cost: a look at every place."""
         return sum(one.where[0].number == number for user in self._users for one in user.places.values())

@@ -13,6 +13,7 @@ from services.mempool.core.entry import Entry
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
 from services.mempool.core.pool import Pool
+from services.mempool.core.pools import Pools
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.remote import Remote
 from services.mempool.core.remote_serve import RemoteServe
@@ -32,7 +33,7 @@ class FromOutside(ABC):
     """See Mempool, which has these."""
 
     limits: PoolLimits
-    pools: dict[int, Pool]
+    pools: Pools
     pulls: Pulls
     remote: Remote
     returns: Returns
@@ -78,7 +79,8 @@ class FromOutside(ABC):
         """Nothing can write these pages any more, which a failed copy had left in doubt."""
         for each, mine in self.lending.by_space(number, pages).items():
             rest = self.api.on_settled(each, self.dram.on_settled(each, mine, now_ms))
-            self.pools[each].settled(rest)
+            if each in self.pools:
+                self.pools[each].settled(rest)
         self._touch(*self.pools.values())
         return self._after(now_ms)
 
@@ -103,18 +105,18 @@ class FromOutside(ABC):
 
     def end_lease(self, number: int, lease_id: LeaseId, now_ms: int) -> list[Action]:
         """Its reader gets none of its pages, and never hears of it."""
-        leases = self.pools[number].leases
-        if (lease := leases.leases.get(lease_id)) is not None:
-            leases.release(lease_id, lease.instance)
-        self._touch(self.pools[number])
+        pool = self.pools.get(number)
+        if pool is not None and (lease := pool.leases.leases.get(lease_id)) is not None:
+            pool.leases.release(lease_id, lease.instance)
+            self._touch(pool)
         return self._after(now_ms)
 
     def on_corrupt(self, number: int, block_hash: BlockHash, now_ms: int) -> list[Action]:
         """Somebody wrote into a sealed page, or its memory failed. The block, and what may have been computed from it,
         is found in no space any more. Requests that read it now are not told: their pages stay until they end."""
-        origin = self.pools[number]
+        origin = self.pools.get(number)
         for pool in self.pools.values():
-            if pool.memory is not None and pool.shares_content(origin):
+            if origin is not None and pool.memory is not None and pool.shares_content(origin):
                 self.counters["blocks_condemned"] += pool.condemn(block_hash)
                 self._touch(pool)
         return self._after(now_ms)
@@ -251,16 +253,16 @@ class FromOutside(ABC):
         self, number: int, units: Sequence[int], now_ms: int, *, failed: bool = False
     ) -> list[Action]:
         """Answer to ReleaseUnits. Failed: their memory must stay, and is where it was."""
-        pool = self.pools[number]
-        assert pool.releases is not None
-        pool.releases.on_released(units, failed=failed)
-        self._touch(pool)
+        pool = self.pools.get(number)  # None: it has ended meanwhile
+        if pool is not None and pool.releases is not None:
+            pool.releases.on_released(units, failed=failed)
+            self._touch(pool)
         return self._after(now_ms)
 
     def on_restored(self, number: int, units: Sequence[int], num_made: int, now_ms: int) -> list[Action]:
         """Answer to RestoreUnits: there is memory for the first `num_made` of them."""
-        pool = self.pools[number]
-        assert pool.releases is not None
-        pool.releases.on_restored(units, num_made)
-        self._touch(pool)
+        pool = self.pools.get(number)  # None: it has ended, and asked for no unit
+        if pool is not None and pool.releases is not None:
+            pool.releases.on_restored(units, num_made)
+            self._touch(pool)
         return self._after(now_ms)

@@ -349,6 +349,11 @@ class LayerPulls:
             held.pool.index.unpin(held.entries)
             self._touch(held.pool)
 
+    def forget_space(self, pool: Pool) -> None:
+        """It is over: nobody's reader comes there."""
+        for handoff_id in [each for each, held in self._held.items() if held.pool is pool]:
+            self.let_go(handoff_id)
+
     def forget(self, connection: int, now_ms: int) -> None:
         """The engine's connection ended: of what it had not sealed nothing will be."""
         for pull in self._of(connection):

@@ -22,6 +22,7 @@ from services.mempool.core.lending_copies import LendingCopies
 from services.mempool.core.loan_pool import LoanPool, why_not
 from services.mempool.core.loans import Grant, Loan, LoanRefused, Loans, Offer, Shelf
 from services.mempool.core.pool import Pool
+from services.mempool.core.pools import Pools
 from services.mempool.core.space import Memory
 from shared.errors import InvalidRequest
 from shared.ids import Epoch, InstanceId, PageId
@@ -33,7 +34,7 @@ from shared.wire import mempool_lending as calls
 from shared.wire.lending_limits import check_grant, check_offer
 
 MAX_TTL_MS = market.MAX_DURATION_MS
-MAX_SHELVES = 512  # tables of a few bytes a page, without memory; they stay
+MAX_SHELVES = 512  # tables of a few bytes a page, without memory; they stay until one of two spaces ends
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Lending:
         limits: PoolLimits,
         boot_generation: Epoch,
         fence: Fence,
-        pools: dict[int, Pool],
+        pools: Pools,
         dram: Dram,
         space_of: Callable[[InstanceId], int | None],
         touched: Callable[[Pool], None],
@@ -76,9 +77,9 @@ class Lending:
         self.rules = DEFAULT_RULES
         self.loans.moved_in_ms = self._moved_in_ms
         self._num_changes = 0
-        self._shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
+        self.shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
         self.copies = LendingCopies(
-            self._shelves, self.unit_bytes, lambda number: pools[number].is_dram, limits.pull_patience_ms
+            self.shelves, self.unit_bytes, lambda number: pools[number].is_dram, limits.pull_patience_ms
         )
         self._now_ms = 0
         dram.borrowed = self.borrowed
@@ -221,21 +222,21 @@ class Lending:
         )
         if why:
             raise LoanRefused("offer.unfit", f"space {producer} cannot lend to space {consumer}: {why}")
-        if len(self._shelves) >= MAX_SHELVES:
+        if len(self.shelves) >= MAX_SHELVES or self._pools.is_used_up:
             raise LoanRefused("loans.full", f"{MAX_SHELVES} pairs of spaces have lent to each other")
-        number = max(self._pools) + 1
+        number = self._pools.next_number
         made = LoanPool(self._limits, self.loans.boot_generation, number, self._fence, lender, borrower)
         assert made.memory is not None
         self._pools[number] = made
         shelf = Shelf(number, producer, consumer, made.memory.table)
-        self.loans.shelves[producer, consumer] = self._shelves[number] = shelf
+        self.loans.shelves[producer, consumer] = self.shelves[number] = shelf
         self._dram.link()
 
     def borrowed(self, consumer: int) -> Sequence[int]:
         """Spaces of pages lent to this one that take blocks now."""
         return [
             number
-            for number, shelf in self._shelves.items()
+            for number, shelf in self.shelves.items()
             if shelf.consumer == consumer
             and shelf.lent
             and not self.loans.wanted_back(shelf)
@@ -244,7 +245,7 @@ class Lending:
 
     def wanted_back(self, number: int) -> int:
         """Pages that are to leave this space of lent pages."""
-        shelf = self._shelves.get(number)
+        shelf = self.shelves.get(number)
         return self.loans.wanted_back(shelf) if shelf is not None else 0
 
     def distance(self, pool: Pool) -> int:
@@ -273,7 +274,7 @@ class Lending:
             return
         self.loans.excuse(now_ms)
         self.loans.tick(now_ms)
-        for number, shelf in self._shelves.items():
+        for number, shelf in self.shelves.items():
             if self.loans.wanted_back(shelf):
                 self._bring_back(self._pools[number], shelf, now_ms)
         self._forget()
@@ -301,7 +302,7 @@ class Lending:
 
     def is_lending(self, number: int) -> bool:
         """Whether pages of this space are on loan."""
-        return any(shelf.producer == number and shelf.lent for shelf in self._shelves.values())
+        return any(shelf.producer == number and shelf.lent for shelf in self.shelves.values())
 
     def is_collecting(self, offer_id: str) -> bool:
         """Whether engines still give back pages for this offer."""
@@ -336,7 +337,7 @@ class Lending:
         """Pages of a space as copies know them, by the space whose they are."""
         out: dict[int, list[PageId]] = {}
         for page in pages:
-            mine = (n for n, s in self._shelves.items() if s.producer == number and page in s.lent)
+            mine = (n for n, s in self.shelves.items() if s.producer == number and page in s.lent)
             out.setdefault(next(mine, number), []).append(page)
         return out
 
@@ -355,14 +356,12 @@ class Lending:
 
     def num_moved(self, number: int) -> int:
         """Blocks that were copied into and out of pages lent to this space."""
-        mine = (shelf.number for shelf in self._shelves.values() if shelf.consumer == number)
-        return sum(self.copies.num_moved.get(each, 0) for each in mine)
+        mine = (shelf.number for shelf in self.shelves.values() if shelf.consumer == number)
+        return self.copies.num_ended[number] + sum(self.copies.num_moved.get(each, 0) for each in mine)
 
     def num_read_by(self, number: int) -> int:
         """Pages lent to this space that its engines read in place now."""
-        return sum(
-            self.num_read(shelf.number) for shelf in self._shelves.values() if shelf.consumer == number
-        )
+        return sum(self.num_read(shelf.number) for shelf in self.shelves.values() if shelf.consumer == number)
 
     def _moved_in_ms(self, loan: Loan) -> int:
         """Who reads in place is killed where it takes longer to move what is there: as much time as a reclaim gives.

@@ -51,6 +51,9 @@ class LendingCopies:
         self._budgets: dict[int, Budget] = {}  # by number of the producer
         self._held: deque[_Held] = deque()
         self.num_moved: dict[int, int] = {}  # pages in and out, by number of the space of lent pages
+        self.num_ended: Counter[int] = (
+            Counter()
+        )  # of spaces of lent pages that are over, by number of the borrower
         self.num_back: Counter[int] = Counter()  # blocks that host memory gave back, by number of the space
         self.num_refused = 0
 
@@ -175,6 +178,16 @@ class LendingCopies:
     def _producer(self, number: int) -> int:
         shelf = self._shelves.get(number)
         return number if shelf is None else shelf.producer
+
+    def end(self, shelf: Shelf) -> None:
+        """Nothing is lent by its lender to its borrower any more: one of the two spaces is over."""
+        self.num_ended[shelf.consumer] += self.num_moved.pop(shelf.number, 0)
+
+    def forget(self, number: int) -> None:
+        """The space is over, whoever it lent to or borrowed from."""
+        self._own_limits.pop(number, None)
+        self._budgets.pop(number, None)
+        del self.num_back[number], self.num_ended[number]
 
     def spent_bytes(self) -> dict[int, int]:
         """By number of the producer."""

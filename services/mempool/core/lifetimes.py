@@ -2,7 +2,8 @@
 
 An engine that comes back soon finds its blocks. When none came for `space_idle_ms`, and no process is left that maps
 the space, its blocks are forgotten and its memory goes to the system. The space itself, a table of a few bytes a page,
-stays: the next engine of its kind gets the memory again, as soon as there is some. What a process only lent
+stays until its place is another's (endings.py): the next engine of its kind gets the memory again, as soon as there is
+some. What a process only lent
 (shared/aqua/lender.py) is no cache: it goes as soon as the process is dead and nothing is on loan. The host memory
 behind spaces goes as soon as nobody has been in any of them for so long, and comes back with the first who comes.
 """
@@ -18,6 +19,7 @@ from shared.kv.page import PageState
 from shared.wire import mempool as wire
 
 LENDER_IDLE_MS = 1_000  # one that is started again at once has its memory
+EMPTY = (PageState.FREE, PageState.WITHDRAWN, PageState.RELEASED)
 ON_THEIR_WAY = (PageState.GRANTED, PageState.WRITING, PageState.QUARANTINED, PageState.LEASED)
 
 
@@ -30,6 +32,10 @@ class Lifetimes(Attachments):
     @property
     def is_deserted(self) -> bool:
         """Whether no engine or rank of this space is left that lives, and nothing of it is on its way."""
+        return self._is_left and not (self.releases is not None and self.releases.calls)
+
+    @property
+    def _is_left(self) -> bool:
         memory = self.memory
         if memory is None or memory.is_loan or self.claims or self.inheritance is not None:
             return False
@@ -40,8 +46,35 @@ class Lifetimes(Attachments):
         if not all(front.is_deserted for front in self.fronts):
             return False
         engines = memory.engines
-        mapped = self.releases is not None and bool(self.releases.mappers or self.releases.calls)
+        mapped = self.releases is not None and bool(self.releases.mappers)
         return not (engines.attached or engines.lost or engines.ranks or mapped)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is lost with this space: nobody is left, and nothing is in it, on its way or asked for.
+        Memory may be on its way to the system: it goes there in any case."""
+        memory, leases = self.memory, self.leases
+        if memory is None or self.releases is None or not self._is_left or self.releases.is_awaited:
+            return False
+        if self.clients or len(self.index) or leases.leases or leases.handoffs or leases.waiters:
+            return False
+        counts = memory.table.counts
+        num_empty = sum(counts[state] for state in EMPTY)
+        return num_empty == memory.table.num_pages and not memory.read_early
+
+    @property
+    def has_present(self) -> bool:
+        """Whether any of its pages have memory."""
+        return self.memory is not None and self.memory.table.num_present > 0
+
+    @property
+    def seen_ms(self) -> int:
+        """When somebody was last here, or in a space that this is behind."""
+        return max([self._active_at_ms, *(front._active_at_ms for front in self.fronts)])
+
+    def outlives(self, front: "Lifetimes") -> None:
+        """A space that this is behind ends."""
+        self._active_at_ms = max(self._active_at_ms, front._active_at_ms)
 
     def dropped_at_ms(self) -> int | None:
         """When it is, unless somebody comes; None: it is in use, or has no memory."""
@@ -50,8 +83,7 @@ class Lifetimes(Attachments):
             idle_ms = min(idle_ms or LENDER_IDLE_MS, LENDER_IDLE_MS)
         if memory is None or not idle_ms or not memory.table.num_present or not self.is_deserted:
             return None
-        seen_ms = max([self._active_at_ms, *(front._active_at_ms for front in self.fronts)])
-        return max(seen_ms, self._dropped_at_ms) + idle_ms
+        return max(self.seen_ms, self._dropped_at_ms) + idle_ms
 
     def drop_if_deserted(self, now_ms: int) -> None:
         """Its engines are gone, and their last pages came back: blocks are forgotten, memory goes to the system."""

@@ -18,11 +18,13 @@ from services.mempool.core.belonging import is_outdated, pool_for, why_refused
 from services.mempool.core.callers import Callers, refusal
 from services.mempool.core.claims import Client
 from services.mempool.core.dram import Dram
+from services.mempool.core.endings import Endings
 from services.mempool.core.from_outside import FromOutside
 from services.mempool.core.layered import LayerPulls
 from services.mempool.core.leases import Fence, has_come, keep_handoff
 from services.mempool.core.lending import Lending
 from services.mempool.core.pool import Pool
+from services.mempool.core.pools import Pools
 from services.mempool.core.pull import Reader, take_late
 from services.mempool.core.pulls import Pulls
 from services.mempool.core.reach import Reach
@@ -46,7 +48,7 @@ class Mempool(FromOutside):
         self.limits = limits
         self.boot_generation = boot_generation
         self._fence = Fence(boot_generation)
-        self.pools: dict[int, Pool] = {0: Pool(limits, boot_generation, 0, self._fence)}
+        self.pools = Pools(limits, boot_generation, self._fence)
         self.counters: Counter[str] = Counter()
         self.copy_numbers = count(1)
         self.pulls = Pulls(limits, self.pools, self._answer, self.counters, self.copy_numbers)
@@ -77,6 +79,7 @@ class Mempool(FromOutside):
         )  # fmt: skip
         named = self.api.peers.names
         self.serve = RemoteServe(limits, self.pools, landing, self.pulls.want, self.counters, named)
+        self.endings = Endings(self, self._space_of, self._clients, self._members)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ class Mempool(FromOutside):
     ) -> list[Action]:
         """Pool.adopt of one space. `instances`: of each process; their engines or ranks were in it. A negative process
         was a caller there, and has no instance."""
-        pool = self.pools.get(number) or self._new_pool(number)
+        pool = self.pools.get(number) or self.pools.make(number)
         self._space_of.update(dict.fromkeys(instances, number))
         self.callers.adopt(number, processes)
         actions = pool.adopt(
@@ -115,14 +118,9 @@ class Mempool(FromOutside):
         """Processes of an earlier mempool that must say what they hold, and have not."""
         return {number for pool in self.pools.values() for number in pool.owing()}
 
-    def _new_pool(self, number: int | None = None) -> Pool:
-        number = max(self.pools) + 1 if number is None else number
-        pool = self.pools[number] = Pool(self.limits, self.boot_generation, number, self._fence)
-        return pool
-
     def _touch(self, *pools: Pool) -> None:
         """Their actions are due with the next ones that are returned."""
-        self._touched.update((pool.number, pool) for pool in pools)
+        self._touched.update((pool.number, pool) for pool in pools if pool.number in self.pools)
 
     def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
         self.swaps.let_go(number, is_overdue, now_ms)
@@ -145,14 +143,16 @@ class Mempool(FromOutside):
             return actions + self._reach.news(self.peer_address)
         if is_outdated(message, self.pools):
             return self._refuse(connection, "epoch.stale", f"a later {message.instance} is attached")
+        actions = self.endings.make_room(message, process)
         last = self._space_of.get(message.instance)
-        pool = pool_for(message, self.pools, last, is_full=self._is_full)
-        if why := why_refused(message, process, pool, self.pools, is_new=last is None, is_full=self._is_full):
-            return self._refuse(connection, *why)
-        pool = pool or self._new_pool()
+        pool = pool_for(message, self.pools, last, is_full=self.pools.is_full)
+        if why := why_refused(message, process, pool, self.pools, is_new=last is None):
+            return actions + self._refuse(connection, *why)
+        pool = pool or self.pools.make()
         is_first = pool.is_first(process)
-        actions = pool.on_attach(connection, process, message, now_ms)
-        actions += self.dram.put_behind(pool, message, self._new_pool, is_full=self._is_full)
+        actions += pool.on_attach(connection, process, message, now_ms)
+        actions += self.endings.make_room_behind(pool, message)
+        actions += self.dram.put_behind(pool, message, self.pools.make, is_full=self.pools.is_full)
         if pool.has_member(connection):
             if is_first:
                 self.dram.wake(pool, now_ms)
@@ -176,10 +176,6 @@ class Mempool(FromOutside):
     def _refuse(self, connection: int, code: str, reason: str) -> list[Action]:
         self.counters["attaches_refused"] += 1
         return refusal(connection, code, reason)
-
-    @property
-    def _is_full(self) -> bool:
-        return sum(not pool.is_loan for pool in self.pools.values()) >= self.limits.max_spaces
 
     def on_closed(self, connection: int, now_ms: int) -> list[Action]:
         """A connection ended, by either side. Unknown ones are ignored."""
@@ -263,8 +259,8 @@ class Mempool(FromOutside):
         """Whose message it is. A client that came before its engine moves to the engine's space."""
         instance = self._clients.get(connection)
         if instance is None:
-            found = self.pools[self._members.get(connection, 0)]
-            if not found.has_member(connection):
+            found = self.pools.get(self._members.get(connection, -1))
+            if found is None or not found.has_member(connection):
                 raise PeerProtocolError(f"{type(message).__name__} before Attach")
             return found
         if isinstance(message, wire.Release):

@@ -148,6 +148,16 @@ class PushBack:
         """A copy that was begun has ended, however."""
         self._open[source.number, target.number] -= 1
 
+    def forget(self, number: int) -> None:
+        """The space is over: nothing goes back there, nor comes from there. Cost: a look at all that is remembered."""
+        self.takers.discard(number)
+        for handoff_id in [each for each, source in self._sources.items() if source == number]:
+            del self._sources[handoff_id]
+        for key in [key for key, chain in self._chains.items() if number in (key[0], chain.source)]:
+            del self._chains[key]
+        for pair in [pair for pair in self._waiting if number in pair]:
+            del self._waiting[pair]
+
 
 def _remember(where: OrderedDict, key: object, value: object, most: int) -> None:
     where[key] = value

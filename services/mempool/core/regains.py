@@ -73,6 +73,12 @@ class Regains(ABC):
         """Units that will be gone, whoever waits for it: unmapped or given back at this moment."""
         return len(self.leaving) + len(self.freeing)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether memory comes, or somebody has to let go of some or waits for what becomes of it."""
+        is_asked = any(call.has_caller for call in self.calls)
+        return bool(is_asked or self.vacating or self.leaving or self.making or self.coming)
+
     # -- without a caller ---------------------------------------------------------------------------
 
     def regain_all(self, now_ms: int) -> None:

@@ -256,7 +256,7 @@ class RemoteServe:
         return len(held)
 
     def _is_held(self, lease_id: LeaseId, space: int) -> bool:
-        return lease_id in self._pools[space].leases.leases
+        return (pool := self._pools.get(space)) is not None and lease_id in pool.leases.leases
 
     def _on_check(self, link: int, call: wire.CheckEpochs) -> None:
         """The seqlock's second look, taken after the peer's copy has ended."""
@@ -283,8 +283,8 @@ class RemoteServe:
             self._readable[key] -= 1
             if not self._readable[key]:
                 del self._readable[key]
-        if space >= 0:
-            self._pools[space].leases.release(lease_id, _instance(link))
+        if (pool := self._pools.get(space)) is not None:
+            pool.leases.release(lease_id, _instance(link))
 
     def _tell(self, link: int, message: wire.ToReader) -> None:
         self._out.append(TellPeer(link, message))

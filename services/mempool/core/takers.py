@@ -29,6 +29,11 @@ class Takers:
         self._said[number] = why
         return Word("memory_fits_nobody", {"space": number, "reason": why})
 
+    def forget(self, number: int) -> None:
+        """The space is over."""
+        self._since_ms.pop(number, None)
+        self._said.pop(number, None)
+
     def why_none(self, number: int) -> str:
         """ "": some space could borrow from this one. Cost: O(spaces)."""
         reasons: list[str] = []

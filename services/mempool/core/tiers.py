@@ -72,7 +72,7 @@ class Tiers:
         self.quarantined: dict[SpaceId, set[PageId]] = {fast.space: set(), slow.space: set()}
         self._doubted: dict[SpaceId, OwnPages] = {}  # spaces with quarantined pages, once
         self._copies: dict[int, _Copy] = {}
-        self._tickets: list[_Ticket] = []
+        self.tickets: list[_Ticket] = []
         self._auto = _Ticket(0, "out")
         self._next_number = 1
         self._num_in_flight = 0
@@ -118,7 +118,7 @@ class Tiers:
         """No fast page is free, and `lacking` are wanted: copies begin as far as the limits let them, and beyond that
         blocks are evicted. False: no page is free now, as many as are wanted are leaving, or every leaf is pinned.
         """
-        for ticket in self._tickets:  # what was asked to leave goes first
+        for ticket in self.tickets:  # what was asked to leave goes first
             if ticket.way == "out":
                 self._send_out(ticket, now_ms)
         if self.num_leaving < lacking and now_ms >= self._failed_until_ms:
@@ -135,14 +135,14 @@ class Tiers:
     def tick(self, now_ms: int) -> list[TierAction]:
         """Begin what can begin. Call it after pages were granted, sealed or unpinned, and at next_deadline_ms()."""
         for ticket in sorted(
-            self._tickets, key=lambda ticket: ticket.way, reverse=True
+            self.tickets, key=lambda ticket: ticket.way, reverse=True
         ):  # out makes room for in
             if ticket.way == "in":
                 self._bring_in(ticket)
             else:
                 self._send_out(ticket, now_ms)
             if not (ticket.left or ticket.waiting or ticket.num_in_flight):
-                self._tickets.remove(ticket)
+                self.tickets.remove(ticket)
                 self._actions.append(SwapDone(ticket.number, ticket.done))
         self._keep_free(now_ms)
         actions, self._actions = self._actions, []
@@ -155,7 +155,7 @@ class Tiers:
     def ticket_deadline_ms(self) -> int | None:
         """When a swap has waited long enough for unpinned blocks."""
         return min(
-            (ticket.until_ms for ticket in self._tickets if ticket.left and ticket.until_ms), default=None
+            (ticket.until_ms for ticket in self.tickets if ticket.left and ticket.until_ms), default=None
         )
 
     # -- answers ------------------------------------------------------------------------------------
@@ -387,10 +387,10 @@ class Tiers:
         self._actions.append(action)
 
     def _new_ticket(self, way: Literal["out", "in"]) -> _Ticket:
-        if len(self._tickets) >= self.limits.max_tickets:
+        if len(self.tickets) >= self.limits.max_tickets:
             raise Overloaded(f"{self.limits.max_tickets} swaps are under way")
         ticket = _Ticket(self._number(), way)
-        self._tickets.append(ticket)
+        self.tickets.append(ticket)
         return ticket
 
     def _number(self) -> int:
