@@ -78,7 +78,6 @@ class Peers:
         self._refused: set[bytes] = set()  # identities of connections
         self._next_reader = 1
         self._registered: set[int] = set()
-        core.endings.is_kept = self._registered.__contains__
         self._server: RouterServer[wire.ToSource, wire.ToReader] = RouterServer(
             listen,
             into=wire.TO_SOURCE,
@@ -100,6 +99,7 @@ class Peers:
             )
         await self._server.start()
         self._core.peer_address = self._server.address
+        self._core.endings.is_kept = self._registered.__contains__
         self._background.run(lambda: PathEnd("warm", []).close(), lambda _, error: None)  # the library loads
         log.info("peers_listening", address=self._server.address)
 

@@ -61,7 +61,7 @@ class OwnSpace:
             raise
 
     def _compare(self, *, only_lends: bool) -> None:
-        """Who has a name first decides how many pages it has, for the mempool's life. A lender may use less of them."""
+        """Who has a name first decides how many pages its space has, as long as it is there. A lender may use less."""
         found, asked = self.memory.header.num_pages, self.memory.asked_pages
         if asked and (found < asked or (found > asked and not only_lends)):
             raise InvalidRequest(

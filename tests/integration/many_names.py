@@ -1,7 +1,7 @@
-"""Processes of names that come once: `python -m tests.integration.many_names SOCKET FIRST COUNT [lends]`.
+"""Processes of names that come once: `python -m tests.integration.many_names SOCKET FIRST COUNT DEVICE [lends]`.
 
 One after the other, each in a process of its own that is forked from this one, attaches under its name and ends. Says
-one line: what each heard, "" where it had its pages.
+one line: what each heard, "" where it had its pages. DEVICE "": host memory of its own.
 """
 
 import json
@@ -12,11 +12,11 @@ from shared.aqua.own_space import OwnSpace
 from shared.errors import ClusterError
 from shared.ids import InstanceId
 
-PAGE_BYTES = 8_192
+PAGE_BYTES = 2 << 20
 NUM_PAGES = 4
 
 
-def heard(socket: str, name: str, *, only_lends: bool) -> str:
+def heard(socket: str, name: str, device: str, *, only_lends: bool) -> str:
     """Of a process of this name, which has ended."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -24,7 +24,8 @@ def heard(socket: str, name: str, *, only_lends: bool) -> str:
         said = ""
         try:
             OwnSpace(
-                socket, InstanceId(name), f"cpu:{name}", PAGE_BYTES, NUM_PAGES * PAGE_BYTES, only_lends=only_lends
+                socket, InstanceId(name), device or f"cpu:{name}", PAGE_BYTES, NUM_PAGES * PAGE_BYTES,
+                only_lends=only_lends,
             )  # fmt: skip
         except ClusterError as error:
             said = f"{error.code}: {error.message}"
@@ -41,5 +42,9 @@ def heard(socket: str, name: str, *, only_lends: bool) -> str:
 
 if __name__ == "__main__":
     first, count = int(sys.argv[2]), int(sys.argv[3])
-    lends = sys.argv[4:] == ["lends"]
-    print(json.dumps([heard(sys.argv[1], f"job-{i}", only_lends=lends) for i in range(first, first + count)]))
+    device, lends = sys.argv[4], sys.argv[5:] == ["lends"]
+    print(
+        json.dumps(
+            [heard(sys.argv[1], f"job-{i}", device, only_lends=lends) for i in range(first, first + count)]
+        )
+    )

@@ -11,25 +11,20 @@ import pytest
 from tests.integration.keeper_rig import KeeperProcess
 from tests.integration.many_names import PAGE_BYTES
 from tests.integration.mempool_rig import ROOT, EngineProcess, MempoolProcess, until
+from tests.support.build_libcuda import environment_with
 
+GPU = f"cuda:{bytes([0xA0] * 16).hex()}"
 SETTINGS: dict[str, Any] = {
     "max-spaces": 6,
     "dram-bytes": 4 * PAGE_BYTES,
     "dram-for-host": "true",
-    "capacity-bytes": 64 * 8192,
+    "capacity-bytes": 4 * PAGE_BYTES,
 }
 
 
-def names(mempool: MempoolProcess, first: int, count: int, *how: str) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.integration.many_names",
-        str(mempool.socket),
-        str(first),
-        str(count),
-        *how,
-    ]
+def names(mempool: MempoolProcess, first: int, count: int, *how: str, device: str = "") -> list[str]:
+    module = [sys.executable, "-m", "tests.integration.many_names"]
+    command = [*module, str(mempool.socket), str(first), str(count), device, *how]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     return json.loads(done.stdout)
 
@@ -79,3 +74,26 @@ def test_a_successor_finds_the_spaces_that_are_left_and_goes_on_with_numbers_of_
     finally:
         mempool.stop()
         keeper.stop()
+
+
+def test_memory_on_gpus_and_behind_them_goes_with_the_spaces_of_who_is_gone(tmp_path):
+    environment = environment_with("fake_libcuda_two_gpus.c", tmp_path)
+    mempool = MempoolProcess(tmp_path, env=environment, **SETTINGS)
+    try:
+        assert names(mempool, 0, 8, device=GPU) == [""] * 8
+        before = num_descriptors(mempool)
+        assert names(mempool, 8, 16, device=GPU) == [""] * 16
+        assert names(mempool, 24, 8, "lends", device=GPU) == [""] * 8
+        until(lambda: num_descriptors(mempool) <= before + 8, "what ended spaces had is given back")
+        until(lambda: set(copied_spaces(mempool)) == set(spaces(mempool)), "the mover knows which are there")
+        assert len(spaces(mempool)) <= 6
+    finally:
+        mempool.stop()
+
+
+def spaces(mempool: MempoolProcess) -> list[str]:
+    return [str(space["number"]) for space in mempool.status()["spaces"]]
+
+
+def copied_spaces(mempool: MempoolProcess) -> dict[str, str]:
+    return mempool.status()["copies"]["spaces"]
