@@ -203,8 +203,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _tell_slices(self, may_come: bool) -> None:
         ahead = self.slices.rules.slice_steps + self.kv_cache_manager.ahead_tokens
         most, block_size, tables = self.max_model_len, self.block_size, self._tables
-        away_of, holds, requests = self.swapper.absences.away, self.slices.holds, self.requests
-        changed = self.swapper.absences.take_changed() | self._unsettled
+        absences, holds, requests = self.swapper.absences, self.slices.holds, self.requests
+        away_of, changed = absences.away, absences.take_changed() | self._unsettled
         if may_come is not self._may_begin:
             changed.update(requests)
         changed.update(r.request_id for r in chain(self.running, self.skipped_waiting))
@@ -218,7 +218,8 @@ class FairSchedulerMixin(SwapSchedulerMixin):
             if self._in_flight(request):
                 ready = False
                 self._unsettled.add(request_id)
-            holds(request_id, need, have, away, ready=ready and (may_come or have + away > 0))
+            moves = absences.num_elsewhere(request_id) if away else 0
+            holds(request_id, need, have, moves, ready=ready and (may_come or have + away > 0))
 
     def _may_come(self) -> bool:
         """Whether memory has room for newcomers. Cost: O(requests)."""

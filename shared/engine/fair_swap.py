@@ -1,10 +1,12 @@
 """Parked requests' whole blocks leave the engine's memory and come back: what fair_scheduler.py needs for it.
 
 Asks the mempool through the quota's one-way messages and hears its answers at step boundaries; nothing here waits
-(decision 0003). Blocks leave only when the mempool has said that they are kept elsewhere, and only those that nobody
-else here uses; the last, partial block stays, and private blocks do. While a request is away its block table has vLLM's
-null block in their places; it is scheduled when all of them are back, and its worker then hears its table anew, as of
-every resumed request. A block that was lost makes the request compute from there on again, and is counted.
+(decision 0003). Blocks leave only when the mempool has said that they are kept elsewhere; the last, partial block
+stays, and private blocks do. What others here use leaves this request's block table only, and its page goes with the
+last of them: else parked requests that share blocks would keep these here, whoever lacks pages. While a request is away
+its block table has vLLM's null block in their places; it is scheduled when all of them are back, and its worker then
+hears its table anew, as of every resumed request. A block that was lost makes the request compute from there on again,
+and is counted.
 """
 
 import time
@@ -17,7 +19,17 @@ from vllm.v1.request import Request
 
 from shared.engine.page_pool import LEASED, SEALED, PageBlockPool
 from shared.engine.page_swaps import GROUP
-from shared.fair.away import MAX_HASHES, NO_SPACE_S, PROBE_BYTES, Absences, Block, Swap, SwapRate, SwapState
+from shared.fair.away import (
+    LOOK_AGAIN_S,
+    MAX_HASHES,
+    NO_SPACE_S,
+    PROBE_BYTES,
+    Absences,
+    Block,
+    Swap,
+    SwapRate,
+    SwapState,
+)
 from shared.ids import BlockHash, Epoch, LeaseId, PageId
 from shared.kv.words import u32_list, u64_list
 from shared.mempool.page_quota import PageQuota, SealedPage
@@ -62,10 +74,10 @@ class Swapper:
 
     # -- out ------------------------------------------------------------------------------------------
 
-    def begin_out(self, request: Request, lease: Lease | None) -> int:
-        """Ask for everything of a parked request that may leave. Returns: how many blocks that is.
+    def begin_out(self, request: Request, lease: Lease | None, *, shared: bool = False) -> int:
+        """Ask for everything of a parked request that may leave. Returns: how many pages are free then.
 
-        The request is in no step, begun or to come.
+        The request is in no step, begun or to come. `shared`: also where that is no page, as others use them all.
         """
         request_id = request.request_id
         if self.absences.state(request_id) is not None or self._quota.lost:
@@ -75,26 +87,32 @@ class Swapper:
         if lease is not None and not any(self._pages.kinds[b.block_id] == LEASED for b in lease[1]):
             self._end_lease(request_id)  # all of its blocks are this engine's own
             lease = None
-        blocks = self._movable(request, lease)
-        if blocks:
+        alone, others = self._movable(request, lease)
+        if alone or (shared and others):
+            positions = sorted([*alone, *others[: MAX_HASHES - len(alone)]])
+            blocks = {position: _block(request, position) for position in positions}
             swap = self.absences.leave(request_id, blocks, self._pages.clock())
+            swap.alone = frozenset(alone)
             self._quota.swap_out(swap.number, swap.hashes())
-        return len(blocks)
+        return len(alone)
 
-    def _movable(self, request: Request, lease: Lease | None) -> dict[int, Block]:
-        """Whole blocks that no one else here uses: sealed ones, and leased ones if they all may go."""
+    def _movable(self, request: Request, lease: Lease | None) -> tuple[list[int], list[int]]:
+        """Positions of whole blocks whose pages nobody else here uses (leased ones: if they all may go), and of those
+        that others use too. At most MAX_HASHES of each.
+        """
         table = self._tables.get(request.request_id, [])
         whole = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(table))
         leased = self._leased_alone(table, lease)
         kinds, counts = self._pages.kinds, self._pages.lease_counts
-        found: dict[int, Block] = {}
+        alone: list[int] = []
+        others: list[int] = []
         for position, block in enumerate(table[:whole]):
-            own = kinds[block.block_id] == SEALED and block.ref_cnt == 1 and block.block_id not in counts
-            if not block.is_null and (own or block.block_id in leased):
-                found[position] = _block(request, position)
-            if len(found) == MAX_HASHES:
-                break
-        return found
+            number, kind = block.block_id, kinds[block.block_id]
+            if block.is_null or kind not in (SEALED, LEASED):
+                continue
+            own = kind == SEALED and block.ref_cnt == 1 and number not in counts
+            (alone if own or number in leased else others).append(position)
+        return alone[:MAX_HASHES], others
 
     def _leased_alone(self, table: list[KVCacheBlock], lease: Lease | None) -> set[int]:
         """Blocks that the request's own lease brought, where nobody else uses any of them."""
@@ -131,19 +149,20 @@ class Swapper:
             return True
         if self._quota.lost or not self.absences.may_come(request_id):
             return False
-        for position, block in list(swap.blocks.items()) if self._may_be_here(swap, spare) else ():
-            cached = self._pages.get_cached_block(block.block_hash, [GROUP])
-            if cached is not None:  # somebody else computed it, or brought it
-                self._pages.touch(cached)
-                table[position] = cached[0]
-                self.absences.found(request_id, position)
-        if not swap.blocks:
-            self._quota.swap_drop(swap.number)
-            return True
-        count = len(swap.blocks)
-        if count + spare > len(self._pages.stock):
+        here = self._found_here(swap) if self._may_be_here(swap, spare) else {}
+        count = len(swap.blocks) - len(here)
+        if count and count + spare > len(self._pages.stock):
+            # it takes none of those that are here: who waits would keep their pages from all others
+            swap.looked_s = self._pages.clock()
             self._pages.refill(count + spare)
             return False
+        for position, block in here.items():
+            self._pages.touch([block])
+            table[position] = block
+            self.absences.found(request_id, position)
+        if not count:
+            self._quota.swap_drop(swap.number)
+            return True
         self.absences.come(request_id, self._pages.clock())
         self._quota.swap_in(swap.number, swap.hashes(), self._pages.give(count))
         return True
@@ -154,8 +173,15 @@ class Swapper:
         """
         if len(swap.blocks) + spare <= len(self._pages.stock):
             return True
+        if self._pages.clock() < swap.looked_s + LOOK_AGAIN_S:
+            return False
         first = next(iter(swap.blocks.values()))
         return self._pages.get_cached_block(first.block_hash, [GROUP]) is not None
+
+    def _found_here(self, swap: Swap) -> dict[int, KVCacheBlock]:
+        """Blocks of those that are away that somebody else has here, computed or brought, by position."""
+        found = {p: self._pages.get_cached_block(b.block_hash, [GROUP]) for p, b in swap.blocks.items()}
+        return {position: cached[0] for position, cached in found.items() if cached is not None}
 
     def forget(self, request_id: str) -> None:
         """It is over, runs with blocks that were leaving, or is computed again."""
@@ -188,8 +214,13 @@ class Swapper:
             self._quota.swap_drop(swap.number)
         if swap.is_forgotten or swap.state is not SwapState.AWAY or not positions:
             return
-        gone = self._let_go(swap, positions)
-        self._count("out", gone, swap, at_s)
+        if swap.alone and swap.alone.isdisjoint(positions):  # what nobody else has found no room
+            self._refuse(swap, at_s)
+            self.absences.stays(swap, positions)
+            self._quota.swap_drop(swap.number)
+            return
+        self._let_go(swap, positions)
+        self._count("out", len(positions), swap, at_s)
 
     def _refuse(self, swap: Swap, at_s: float) -> None:
         """Nothing of it is kept. Of one request that says little: its blocks may not be what the mempool knows. Two of
@@ -201,32 +232,23 @@ class Swapper:
         if swap.is_probe or len(self._refused_s) > 1:
             self.rate.none_until_s = at_s + NO_SPACE_S
 
-    def _let_go(self, swap: Swap, positions: list[int]) -> int:
-        """Blocks that are kept elsewhere leave the block table and this engine's memory."""
+    def _is_alone(self, block: KVCacheBlock) -> bool:
+        """Whether the one request that has it, perhaps with its lease, is all that uses it here."""
+        kind = self._pages.kinds[block.block_id]
+        return (kind == SEALED and block.ref_cnt == 1) or (kind == LEASED and block.ref_cnt == 2)
+
+    def _let_go(self, swap: Swap, positions: list[int]) -> None:
+        """Blocks that are kept elsewhere leave the block table, and this engine's memory if nobody else uses them."""
         table, kinds = self._tables[swap.request_id], self._pages.kinds
-        owned, leased, stay = [], [], []
-        for position in positions:
-            block = table[position]
-            if kinds[block.block_id] == SEALED and block.ref_cnt == 1:
-                owned.append(position)
-            elif kinds[block.block_id] == LEASED and block.ref_cnt == 2:
-                leased.append(position)
-            else:
-                stay.append(position)  # another request came with the same prefix
-        if any(kinds[b.block_id] == LEASED for i, b in enumerate(table) if i not in leased):
-            stay, leased = stay + leased, []  # the lease is still needed
-        going = [table[position] for position in owned]
-        for position in leased:
-            table[position].ref_cnt -= 1
-        for position in (*owned, *leased):
+        blocks = [table[position] for position in positions]
+        swap.num_shared = sum(not self._is_alone(block) for block in blocks)
+        for position, block in zip(positions, blocks, strict=True):
             table[position] = self._pages.null_block
-        self._pages.leave(going)
-        if leased:
-            self._end_lease(swap.request_id)
-        self.absences.stays(swap, stay)
-        if not swap.blocks:
-            self._quota.swap_drop(swap.number)
-        return len(owned) + len(leased)
+            if kinds[block.block_id] == LEASED:
+                block.ref_cnt -= 1
+        self._pages.leave([block for block in blocks if kinds[block.block_id] == SEALED])
+        if not any(kinds[block.block_id] == LEASED for block in table):
+            self._end_lease(swap.request_id)  # it serves nobody but others, who have their own
 
     def _on_in(self, message: SwappedIn, at_s: float, requests: dict[str, Request]) -> None:
         swap = self.absences.came(message.swap)

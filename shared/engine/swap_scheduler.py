@@ -88,8 +88,22 @@ class SwapSchedulerMixin(PageSchedulerMixin):
                 self.swapper.probe(request)
         if not self.running:  # vLLM stops at the first that finds no page: who needs none would wait with it
             free = self.pages.get_num_free_blocks()
+            ready += (meanwhile := self._out_of_turn(ready))
+            if meanwhile and len(self._reserved) >= self.max_num_running_reqs:
+                self._unreserve(next(reversed(self._reserved)))
             ready.sort(key=lambda request_id: self._lacks(request_id) > free)
         return ready
+
+    def _out_of_turn(self, ready: list[str]) -> list[str]:
+        """Nobody runs, no page is asked for, and none of `ready` finds its own: who is parked, here, and needs no more
+        than is free goes on meanwhile, the nearest to its turn. At its end its pages are free.
+        """
+        free = self.pages.get_num_free_blocks()
+        if self.swapper.absences.is_waiting or any(self._lacks(request_id) <= free for request_id in ready):
+            return []
+        here = [r for r in self._parked.values() if self._is_here(r) and not self._in_flight(r)]
+        fit = [r.request_id for r in here if self._lacks(r.request_id) <= free]
+        return nearest_first(self.slices, fit)[:1]
 
     def _lacks(self, request_id: str) -> int:
         """Blocks beyond those in its table without which it does not begin."""
@@ -112,7 +126,8 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         ready = [r for r in ready if self._held(r)]  # a newcomer would take the pages
         for request_id in [r for r in starved if now_s - self._reserved[r] > RESERVE_S]:
             self._unreserve(request_id)
-        if not ready and not self.running and self._is_stuck(None):  # each waits for another's pages
+        is_stuck = not ready and not self.running and self._is_stuck(None)
+        if is_stuck and not self._out_of_turn(ready):  # each waits for another's pages
             accounts = self.slices.accounts.requests
             parked = [r for r in self._parked.values() if not self._in_flight(r)]
             self._drop(
@@ -214,12 +229,14 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         short = short_pages(slotted, self.pages.get_num_free_blocks(), on_the_way)
         if short <= 0:
             return
-        names = nearest_first(self.slices, (r.request_id for r in others))
-        while names and short > 0:
-            request = self.requests[names.pop()]
-            if num := self.swapper.begin_out(request, self.leases.get(request.request_id)):
-                self._left_with[request.request_id] = request.num_computed_tokens
-                short -= num
+        last_first = nearest_first(self.slices, (r.request_id for r in others))[::-1]
+        for shared in (False, True):  # who shares all pages of its own frees none, until the others leave too
+            for request in map(self.requests.__getitem__, last_first):
+                if short <= 0:
+                    return
+                short -= self.swapper.begin_out(request, self.leases.get(request.request_id), shared=shared)
+                if absent(request.request_id) is not None:
+                    self._left_with[request.request_id] = request.num_computed_tokens
 
     def _held(self, request_id: str) -> int:
         """Blocks of it that are here. Asked of every request in every plan: the table itself, not vLLM's copy of it."""

@@ -19,6 +19,7 @@ NO_SPACE_S = 1.0  # swap space that took nothing is tried again
 PROBE_INTERVAL_S = 10.0  # what was measured so long ago is measured again, while somebody waits
 PROBE_BYTES = 64 << 20
 PROBE_PAUSE_S = 1.0  # from one attempt to measure to the next
+LOOK_AGAIN_S = 0.02  # who waits for pages looks so often for its blocks among others': as much work as a step
 FORGET_RATIO = 0.5  # what earlier measurements weigh, each time
 
 
@@ -48,6 +49,9 @@ class Swap:
     asked_s: float
     is_forgotten: bool = False
     is_probe: bool = False  # nothing leaves: it only measures
+    alone: frozenset[int] = frozenset()  # positions of those that leave whose pages are free then
+    num_shared: int = 0  # of those that are away, whose pages others used when they left
+    looked_s: float = -LOOK_AGAIN_S  # when there were no pages for those that nobody has here
 
     def hashes(self) -> list[BlockHash]:
         """Of the blocks, in their order."""
@@ -123,6 +127,11 @@ class Absences:
         """Blocks that have to come before it runs."""
         return self.away.get(request_id, 0)
 
+    def num_elsewhere(self, request_id: str) -> int:
+        """The same without those that others still had here when they left: bytes that move for its turn."""
+        swap = self._by_request.get(request_id)
+        return self.num_away(request_id) - (swap.num_shared if swap is not None else 0)
+
     def take_changed(self) -> set[str]:
         """Requests of which other blocks are away than at the last call; some are over."""
         changed, self._changed = self._changed, set()
@@ -157,7 +166,8 @@ class Absences:
         """Ask for what is away; pages are given for each block."""
         swap = self._by_request[request_id]
         assert swap.state is SwapState.AWAY, swap
-        swap.state, swap.asked_s = SwapState.COMING, now_s
+        swap.state, swap.asked_s, swap.num_shared = SwapState.COMING, now_s, 0
+        self._changed.add(request_id)
         self._asked[swap.number] = swap
         self.num_coming += len(swap.blocks)
         return swap
@@ -171,6 +181,7 @@ class Absences:
         """Ask a mempool that knows nothing of it to keep what is away: under a new number."""
         old = self._by_request[request_id]
         swap = self._by_request[request_id] = self._new(request_id, old.blocks, SwapState.AWAY, now_s)
+        swap.num_shared = old.num_shared
         return swap
 
     def found(self, request_id: str, position: int) -> None:
@@ -248,6 +259,7 @@ class Absences:
         """These blocks of a request that is away."""
         for position in positions:
             del swap.blocks[position]
+        swap.num_shared = min(swap.num_shared, len(swap.blocks))
         if not positions or self._by_request.get(swap.request_id) is not swap:
             return
         self._changed.add(swap.request_id)

@@ -25,6 +25,8 @@ def run_all() -> None:
         run_prompts_with_logprobs(depth=depth, v2_runner=v2_runner)
     for depth, slice_steps, number in itertools.product((1, 2), (2, 4), (6, 9, 11)):
         run_short_of_pages_by_chance(number, depth=depth, slice_steps=slice_steps)
+    for depth, is_leased, number in itertools.product((1, 2), (False, True), (1, 4, 5)):
+        run_shared_prompts_by_chance(number, depth=depth, is_leased=is_leased)
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
     run_a_crowd_in_little_memory()
@@ -104,6 +106,39 @@ def run_short_of_pages_by_chance(number: int, *, depth: int, slice_steps: int) -
         turns += 1
     _finish(engine)
     assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+    assert idle <= turns / 2, (idle, turns, counts)
+
+
+def run_shared_prompts_by_chance(number: int, *, depth: int, is_leased: bool) -> None:
+    """Twelve requests with six prompts between them in memory for two or three: nothing is computed twice, and in most
+    turns somebody runs. `is_leased`: most of them come with leases of what the engine has cached of their prompts.
+
+    Found: blocks that several parked requests shared stayed, until all pages held such blocks, or the last ones of who
+    was away: nobody ran for 0.3 to 5 s at a time, while slots were kept for who found no pages, and then one after the
+    other was computed again.
+    """
+    world = World("shared", 34, swap_pages=NUM_PAGES)
+    engine = SimEngine(world, "e", "shared", depth=depth, slice_steps=4, swaps=True)
+    front, counts, rng = world.client(engine.instance), engine.scheduler.fair_counts, random.Random(number)
+    prompts = [bytes(rng.choices(range(3), k=rng.randint(20, 44))) for _ in range(6)]
+    if is_leased:
+        for i, prompt in enumerate(prompts):
+            engine.add(f"before-{i}", prompt, 1, {})
+        _finish(engine)
+    idle = before = turns = 0
+    for i in range(12):
+        prompt = rng.choice(prompts) + bytes(rng.choices(range(3), k=rng.choice((0, 0, 3))))
+        held = world.acquired(front, hashes_of(prompt)) if is_leased and rng.random() < 0.7 else {}
+        engine.add(f"r{i}", prompt, rng.randint(16, 40), held)
+    while engine.unfinished and turns < MOST_TURNS:
+        engine.turn()
+        world.advance(10)
+        world.pump()
+        idle, before = idle + (counts["computed_tokens"] == before), counts["computed_tokens"]
+        turns += 1
+    _finish(engine)
+    assert (counts["recomputed_tokens"], counts["times_dropped"]) == (0, 0), counts
+    assert counts["times_parked"] >= 40, counts
     assert idle <= turns / 2, (idle, turns, counts)
 
 

@@ -18,7 +18,7 @@ class ToldSlices:
             need = max(-(-tokens // self.block_size), have + away)
             blocked = self._is_blocked_waiting_status(request.status) or request.is_finished()
             ready = not (blocked or self._in_flight(request)) and (may_come or have + away > 0)
-            found = (need, have, away, ready)
+            found = (need, have, self.swapper.absences.num_elsewhere(request_id), ready)
             assert found == (told.pages, told.resident, told.away, told.ready), (request_id, found, told)
         assert accounts.pages == sum(a.pages for a in accounts.requests.values())
         assert accounts.resident == sum(a.resident for a in accounts.requests.values())

@@ -65,6 +65,20 @@ def test_nothing_kept_and_blocks_that_stay_end_an_absence():
     assert book.state("r") is None
 
 
+def test_blocks_that_others_still_had_here_are_away_and_no_bytes_that_move():
+    book = Absences()
+    swap, _ = left(book)
+    swap.num_shared = 2
+    assert (book.num_away("r"), book.num_elsewhere("r")) == (3, 1)
+    for position in list(swap.blocks)[:2]:
+        book.found("r", position)
+    assert (book.num_away("r"), book.num_elsewhere("r")) == (1, 0)
+    book.take_changed()
+    book.come("r", 2.0)  # it was not here any more
+    assert (book.num_elsewhere("r"), book.take_changed()) == (1, {"r"})
+    assert book.num_elsewhere("nobody") == 0
+
+
 def test_a_lost_mempool_leaves_what_was_leaving_here_and_is_asked_again_about_the_rest():
     book = Absences()
     left(book)
