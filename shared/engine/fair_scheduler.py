@@ -113,6 +113,7 @@ class FairSchedulerMixin(SwapSchedulerMixin):
     def _take_turns(self) -> list[Request]:
         """Park and reorder. Returns: requests that cannot start in this step, taken out of the queue."""
         self.swapper.hear(self.requests)
+        self._has_counted = False
         self._step_tokens = self.max_num_scheduled_tokens
         if self._pause_state != PauseState.UNPAUSED:
             return []

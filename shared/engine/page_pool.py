@@ -86,8 +86,10 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     # -- pages come and go ----------------------------------------------------------------------------
 
-    def absorb(self) -> None:
-        """Take what the mempool granted meanwhile; give back what it asks for. Once per step."""
+    def absorb(self, *, answers: bool = True) -> None:
+        """Take what the mempool granted meanwhile; give back what it asks for. Once per step. Not `answers`: what it
+        asks for waits for the next one, as the step that comes counts on the stock.
+        """
         granted = self.quota.take_granted()
         for page, epoch in granted:
             block = self.blocks[page + 1]
@@ -99,6 +101,8 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.num_owned += len(granted)
         self.num_expected = max(0, self.num_expected - len(granted))
         self._expect_nothing_late()
+        if not answers:
+            return
         if asked := self.quota.take_shrink():
             spare = min(asked, len(self.stock))
             self._give_back(spare)

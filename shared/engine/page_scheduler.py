@@ -110,6 +110,7 @@ class PageSchedulerMixin(EarlyRequests, PoolWatch):
         self._ended_leases: deque[tuple[int, LeaseId, list[KVCacheBlock]]] = deque()
         self._handoffs: dict[str, HandoffId] = {}  # prompts that are not computed yet
         self._is_settling = False
+        self._has_counted = False  # somebody decided by the stock of now who runs in the step that comes
         self._ready: deque[tuple[int, HandoffId, list[BlockHash]]] = deque()
         self._use: dict[str, LeaseUse | None] = {}  # None: it was told
         self._turn = threading.RLock()  # where pages change hands: a report to a new mempool waits for it
@@ -255,7 +256,7 @@ class PageSchedulerMixin(EarlyRequests, PoolWatch):
 
     def _schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._stepped_s = time.monotonic()
-        self.pages.absorb()
+        self.pages.absorb(answers=not self._has_counted)
         manager: PageKVCacheManager = self.kv_cache_manager
         output = super().schedule(*args, **kwargs)
         unmet, manager.unmet_blocks = manager.unmet_blocks, 0

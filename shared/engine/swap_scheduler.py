@@ -178,6 +178,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         others need is theirs: `_growth`.
         """
         self.pages.absorb()  # what the mempool asks back is no part of the stock
+        self._has_counted = True
         may_park = may_park or self.slices.pays or self.swapper.absences.is_waiting
         if self.slices.is_calm and self.swapper.rate.value(self.pages.clock()):
             may_park = True  # all fit, says the plan: with pages that are not here yet, or will not come

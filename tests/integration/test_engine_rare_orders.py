@@ -54,6 +54,10 @@ def test_a_block_that_is_just_going_far_stays_for_who_comes_with_a_lease_of_it(f
     holds("leased_while_going_far", failed)
 
 
+def test_what_the_mempool_asks_back_behind_the_plan_of_turns_takes_no_page_of_who_runs(failed):
+    holds("asked_for_pages_behind_the_plan", failed)
+
+
 def test_who_loses_a_block_in_the_step_in_which_it_gets_its_slot_is_computed_again(failed):
     holds("lost_in_the_step_of_its_turn", failed)
 

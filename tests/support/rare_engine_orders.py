@@ -44,6 +44,13 @@ def settle(world: World, engine: SimEngine, other: SimEngine | None = None) -> N
     raise AssertionError(f"no end: {engine.describe()}, {world.describe()}")
 
 
+def turn(world: World, engine: SimEngine) -> None:
+    """One, and all messages."""
+    engine.turn()
+    world.pump()
+    world.advance(TURN_MS)
+
+
 # -- blocks that are read where they are -----------------------------------------------------------------
 
 
@@ -294,6 +301,39 @@ def lease_comes_behind_its_request() -> None:
         assert (scheduler._early, scheduler._early_keys, scheduler.leases) == ({}, {}, {})
 
 
+def asked_for_pages_behind_the_plan() -> None:
+    """The mempool asks for all pages of the stock while turns are planned, for a while: running requests that counted
+    on these took parked ones' instead, or were computed again themselves.
+    """
+    for depth, number in ((1, 0), (1, 2), (2, 0), (2, 2)):
+        world, rng = World(f"behind-{depth}-{number}", 34, swap_pages=400), random.Random(number)
+        engine = SimEngine(world, "e", f"behind-{depth}-{number}", depth=depth, slice_steps=4, swaps=True)
+        scheduler, pool, claims = engine.scheduler, world.mempool.pool, []
+        for i in range(8):
+            engine.add(f"r{i}", some(rng, rng.uniform(5, 11)), rng.randint(16, 32), {})
+
+        def planned(
+            take_turns=scheduler._take_turns, scheduler=scheduler, world=world, pool=pool, claims=claims
+        ) -> list:
+            out = take_turns()
+            if scheduler._growth and scheduler.pages.stock and len(claims) < 3:
+                claims.append(pool.claim(len(scheduler.pages.stock)))
+                world.mempool.run(pool.flush())
+                world.pump()
+            return out
+
+        with mock.patch.object(scheduler, "_take_turns", planned):
+            while len(claims) < 3:
+                turn(world, engine)
+                if claims and claims[-1] in pool.claims:
+                    for _ in range(2):
+                        turn(world, engine)
+                    pool.cancel(claims[-1])
+        settle(world, engine)
+        counts = scheduler.fair_counts
+        assert (counts["recomputed_tokens"], counts["times_preempted"]) == (0, 0), counts
+
+
 CLAIMS = (
     fills_its_blocks_in_the_step_under_way,
     lease_leaves_too_few_pages,
@@ -304,6 +344,7 @@ CLAIMS = (
     leases_of_those_that_wait,
     mempool_lost_while_it_is_answered,
     lease_comes_behind_its_request,
+    asked_for_pages_behind_the_plan,
 )
 
 
