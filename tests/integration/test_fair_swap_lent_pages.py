@@ -172,7 +172,7 @@ def test_parked_blocks_in_lent_pages_move_on_when_these_are_wanted_back_and_noth
     assert counters["swap_blocks_in_dram"] > 0
     assert counts["times_parked"] >= 24
     names = ("recomputed_tokens", "times_dropped", "times_preempted", "swap_blocks_lost", "swaps_given_up")
-    assert {name: counts.get(name, 0) for name in names} == dict.fromkeys(names, 0), counts
+    assert {name: counts.get(name, 0) for name in names} == dict.fromkeys(names, 0), (counts, counters)
     assert counters.get("lending_blocks_dropped", 0) == 0
 
 
