@@ -15,7 +15,8 @@ uv pip compile bench.in --universal --python-version 3.11 --no-emit-index-url --
   -q -o bench.txt "$@" # LiteLLM, measured beside the gateway in an environment of its own
 compile dev-cuda.txt    --extra local --extra engine-cuda --extra dev --extra loadtest -c engine-cuda.txt "$@"
 
-# What a file has of another one it names instead: each lock is there once. Fails where the two differ.
+# What a file has of another one it names instead: each lock is there once. One of another marker is in both. Fails where
+# versions differ.
 shorten() { # OUT, the file that is in it
   python3 - "$@" <<'CODE'
 import re, sys
@@ -23,9 +24,11 @@ from pathlib import Path
 out, inner = map(Path, sys.argv[1:])
 whole, part = (re.split(r"\n(?=\S)", path.read_text().strip()) for path in (out, inner))
 left = [lock for lock in whole if lock not in part]
-assert len(whole) - len(left) == len(part), f"{inner} is not in {out}"
+pins = [{lock.split()[0] for lock in locks if "==" in lock} for locks in (part, whole)]
+assert pins[0] <= pins[1], f"{inner} is not in {out}: {pins[0] - pins[1]}"
 out.write_text("\n".join([f"-r {inner}", *left]) + "\n")
 CODE
 }
 shorten dev-cpu.txt engine-cpu.txt
 shorten dev-cuda.txt engine-cuda.txt
+shorten engine-cpu.txt runtime.txt

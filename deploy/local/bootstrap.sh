@@ -118,9 +118,10 @@ choose_device() {
   esac
 }
 
-# Files that lock a set, which `dev` has of `engine` but for its own.
+# Files that lock a set, which `dev` has of `engine` but for its own, and `engine-cpu` of `runtime`.
 locks() {
   local set
+  if [[ $device == cpu ]]; then echo "$root/requirements/runtime.txt"; fi
   for set in $([[ $1 == dev ]] && echo "dev engine" || echo "$1"); do echo "$root/requirements/$set-$device.txt"; done
 }
 
