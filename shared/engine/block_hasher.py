@@ -8,6 +8,7 @@ were taken of; where that is not the digest of the tokens that are here, the eng
 import logging
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from shared.engine.long_lists import TokenIds
@@ -20,7 +21,7 @@ EXTRA_ARGS_KEY = "quire"  # in SamplingParams.extra_args
 LONG_BLOCKS = 128  # fewer are hashed in 0.1 ms
 
 
-def given(request: Request) -> dict[str, Any]:
+def given(request: Request | EngineCoreRequest) -> dict[str, Any]:
     """What the request's front sent along."""
     params = request.sampling_params
     return (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}

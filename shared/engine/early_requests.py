@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from shared.engine.block_hasher import EXTRA_ARGS_KEY, given
+from shared.engine.block_hasher import given
 from shared.engine.long_lists import TokenIds
 from shared.observe import metrics
 
@@ -106,8 +106,7 @@ class EarlyStreams:
             task.add_done_callback(self._ending.discard)
 
     async def _send(self, request: EngineCoreRequest) -> None:
-        params = request.sampling_params
-        brought = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
+        brought = given(request)
         if PACKED in brought:
             request.prompt_token_ids = []  # the front's own state has the list already
         await self._stock_send(request)
@@ -155,9 +154,7 @@ class EarlyRequests:
 def _with_packed(stock: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_add_request(core: EngineCore, request: EngineCoreRequest) -> Any:
         """vLLM's, on the thread that reads what the front sends."""
-        params = request.sampling_params
-        brought = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}) if params is not None else {}
-        if (packed := brought.pop(PACKED, None)) is not None:
+        if (packed := given(request).pop(PACKED, None)) is not None:
             request.prompt_token_ids = TokenIds(packed)
         return stock(core, request)
 

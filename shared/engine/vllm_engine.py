@@ -26,12 +26,7 @@ from shared.engine.block_hasher import EXTRA_ARGS_KEY
 from shared.engine.cache_events import CacheEventReceiver
 from shared.engine.cpu_dtype import engine_dtype
 from shared.engine.describe import describe_engine, why_not_in_pages
-from shared.engine.early_requests import (
-    EARLY_KEY,
-    PACKED,
-    EarlyStream,
-    EarlyStreams,
-)
+from shared.engine.early_requests import EARLY_KEY, PACKED, EarlyStream, EarlyStreams
 from shared.engine.engine_arguments import (
     engine_arguments,
     for_the_core,
