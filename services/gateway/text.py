@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
@@ -25,6 +26,7 @@ INLINE_TOKENS = 1024  # decoded or named in 0.4 ms
 CACHE_BYTES = 32 << 20
 THREADS = 1
 NORMALIZER_SHRINKS = 4  # at most, in characters
+_ID = np.dtype("<u4")  # as pack_tokens() writes it
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _log = get_logger("gateway.text")
@@ -173,7 +175,7 @@ class ModelText:
             packed = pack_tokens(token_ids)  # which refuses negative ones
         except OverflowError:
             packed = b""
-        if token_ids and not (packed and max(token_ids) < self.vocab_size):
+        if token_ids and not (packed and int(np.frombuffer(packed, _ID).max()) < self.vocab_size):
             raise InvalidRequest(
                 f"Invalid value for '{param}': token ids are 0 to {self.vocab_size - 1}.", param=param
             )

@@ -2,7 +2,8 @@
 
 A pull between GPUs takes 0.02 to 6 ms. The transports' own threads look twice a millisecond at pulls that somebody
 waits for elsewhere, and waking one costs as much as a page; here nobody waits, so this thread looks without sleep for
-SPIN_S, giving the GIL away each time, then with short naps. Only what has failed and must settle is handed over.
+SPIN_S, giving the GIL away each time, then with naps: each look takes it from the loop, which has the blocks of a large
+copy to deal with meanwhile. Only what has failed and must settle is handed over.
 
 The loop orders the next copy while it deals with a thousand pages in one event. By Python's default it would keep the
 GIL for 5 ms when this thread wants it, to wake and behind driver calls that take longer than a few us, and the copy
@@ -20,8 +21,11 @@ from shared.vital_thread import start_vital
 # between looks at what somebody waits for here: a twentieth of the time waited, within these (on an H200 a layer of an
 # 8B model takes 0.7 ms for 1K tokens)
 MIN_NAP_S, MAX_NAP_S = 0.0001, 0.002
-SPIN_S = 0.003  # after the last start: 1 GB between two GPUs
-MAX_LOOK_S = 0.0005  # between looks at a pull after that: a fiftieth of the time waited, at most so long
+SPIN_S = 0.0003  # after the last start: 100 MB between two GPUs
+MIN_LOOK_S, MAX_LOOK_S = (
+    0.0001,
+    0.0005,
+)  # between looks at a pull after that: a tenth of the time waited, within these
 JOIN_S = 5.0
 SWITCH_S = 0.0001
 
@@ -77,7 +81,8 @@ class PullThread:
         """How long what is posted may be waited for now; None: until there is some."""
         nap_s = min(MAX_NAP_S, max(MIN_NAP_S, waited_s / 20)) if self._awaited else None
         if self._watched:
-            nap_s = 0.0 if waited_s < SPIN_S else min(MAX_LOOK_S, waited_s / 50, nap_s or MAX_LOOK_S)
+            look_s = min(MAX_LOOK_S, max(MIN_LOOK_S, waited_s / 10))
+            nap_s = 0.0 if waited_s < SPIN_S else min(look_s, nap_s or look_s)
         return nap_s
 
     def _take(self, nap_s: float | None) -> list[Callable[[], None]]:

@@ -10,7 +10,9 @@ behind the other.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -26,23 +28,33 @@ logger = logging.getLogger(__name__)
 
 EXIT_LEASE_LOST = 4  # of the engine core
 EARLY_KEY, PACKED = "early", "packed"  # among what the front sends along
+TURN_S = 0.0002  # that a thread of the core keeps the interpreter, while a long prompt is taken in
 
 
 # -- the front ------------------------------------------------------------------------------------------
 
 
 class EarlyStream:
-    """What vLLM's generate() yields, begun before anybody waits for it. Args: stream: not begun yet."""
+    """What vLLM's generate() yields, begun before anybody waits for it.
 
-    def __init__(self, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        self._stream = stream
-        self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(anext(stream))
+    Args: make: calls generate(). It is called when the caller gives the loop away, which has told the mempool by then
+        what is wanted.
+    """
+
+    def __init__(self, make: Callable[[], AsyncGenerator[RequestOutput, None]]) -> None:
+        self._make = make
+        self._stream: AsyncGenerator[RequestOutput, None] | None = None
+        self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(self._begun())
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_first(self, callback: Callable[[], Any]) -> None:
         """Called when there is an output, or when there will be none."""
         assert self._first is not None
         self._first.add_done_callback(lambda _: callback())
+
+    async def _begun(self) -> RequestOutput:
+        self._stream = self._make()
+        return await anext(self._stream)
 
     async def is_sent(self) -> bool:
         """Waits until it is; False if it never will be: then the first output is an error."""
@@ -55,6 +67,7 @@ class EarlyStream:
 
     async def __anext__(self) -> RequestOutput:
         if self._first is None:
+            assert self._stream is not None
             return await anext(self._stream)
         output = await self._first
         self._first = None
@@ -68,7 +81,8 @@ class EarlyStream:
             await asyncio.wait((first,))
             if not first.cancelled():
                 first.exception()  # nobody else asks
-        await self._stream.aclose()
+        if self._stream is not None:
+            await self._stream.aclose()
 
 
 class EarlyStreams:
@@ -88,9 +102,9 @@ class EarlyStreams:
         self._stock_send = engine_core.add_request_async
         engine_core.add_request_async = self._send
 
-    def begin(self, key: str, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        """Send it. Args: key: told to the core as EARLY_KEY; stream: vLLM's generate()."""
-        early = self._begun[key] = self._sending[key] = EarlyStream(stream)
+    def begin(self, key: str, make: Callable[[], AsyncGenerator[RequestOutput, None]]) -> None:
+        """Send it. Args: key: told to the core as EARLY_KEY; make: see EarlyStream."""
+        early = self._begun[key] = self._sending[key] = EarlyStream(make)
         early.on_first(lambda: self._sending.pop(key, None))
         self._total.inc()
 
@@ -151,12 +165,27 @@ class EarlyRequests:
         return ended
 
 
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads that ask for the interpreter get it after TURN_S instead of Python's 5 ms: the one that gives the mempool
+    its pages back (pool_watch.py) is asked for those of this very prompt meanwhile. One thread at a time is here.
+    """
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual_s, TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
 def _with_packed(stock: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_add_request(core: EngineCore, request: EngineCoreRequest) -> Any:
         """vLLM's, on the thread that reads what the front sends."""
-        if (packed := given(request).pop(PACKED, None)) is not None:
+        if (packed := given(request).pop(PACKED, None)) is None:
+            return stock(core, request)
+        with _short_turns():
             request.prompt_token_ids = TokenIds(packed)
-        return stock(core, request)
+            return stock(core, request)
 
     preprocess_add_request.knows_packed = True  # type: ignore[attr-defined]
     return preprocess_add_request

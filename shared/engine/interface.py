@@ -33,7 +33,7 @@ class EngineRequest:
 
     engine_request_id: str  # unique per attempt and instance
     stage: Stage
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]  # a list, or PackedIds, which become one when the engine takes them
     sampling: SamplingSpec
     chain_seed: BlockHash  # first link of the block-hash chain (fingerprint, tenant salt)
     tenant_salt: str = ""

@@ -58,6 +58,7 @@ from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, has_slots, on_device, works_in_pages
 from shared.errors import InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
+from shared.kv.packed_ids import PackedIds
 from shared.kv.words import u32_bytes, u64_bytes
 from shared.observe.log import get_logger
 from shared.wire.requests import TokenLogprob
@@ -239,7 +240,7 @@ class VllmEngine:
         if self._is_long(request) and spec.n == 1 and spec.structured is None:
             key = request.engine_request_id
             params = sampling_params(spec, self._extra_args(request, {EARLY_KEY: key}))
-            self._early.begin(key, self._sent(request, params))
+            self._early.begin(key, lambda: self._sent(request, params))
 
     def drop_early(self, engine_request_id: str) -> None:
         """See Engine.drop_early."""
@@ -249,7 +250,8 @@ class VllmEngine:
         """vLLM's outputs of the request, which is sent when the first is asked for."""
         if not self._reads_cache:
             params.skip_reading_prefix_cache = True
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        ids = request.prompt_token_ids
+        prompt = TokensPrompt(prompt_token_ids=ids.unpacked() if isinstance(ids, PackedIds) else list(ids))
         if request.tenant_salt:
             prompt["cache_salt"] = request.tenant_salt
         headers = {"traceparent": request.traceparent} if request.traceparent else None

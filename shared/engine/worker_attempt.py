@@ -7,7 +7,7 @@ accepted -> pages leased (or not) -> engine -> Tokens ... -> Prefilled | Finishe
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -96,7 +96,7 @@ class Attempt:
         identity: bytes,
         message: Generate,
         prompt: bytes,
-        tokens: list[int],
+        tokens: Sequence[int],
         number: int,
     ) -> None:
         self.identity = identity

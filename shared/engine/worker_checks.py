@@ -8,7 +8,7 @@ import numpy as np
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
 from shared.grammar_limits import too_large
 from shared.ids import Epoch
-from shared.kv.block_hash import unpack_tokens
+from shared.kv.packed_ids import PackedIds
 from shared.wire.requests import (
     LARGEST_WEIGHT,
     LEAST_WEIGHT,
@@ -60,7 +60,7 @@ def check_state(
     return None
 
 
-def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimits) -> list[int] | Refusal:
+def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimits) -> PackedIds | Refusal:
     """The prompt's token ids, or why this request can never run."""
     if len(raw) != 1 or not raw[0] or len(raw[0]) % 4:
         sizes = [len(frame) for frame in raw]
@@ -71,7 +71,6 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
     if num_tokens >= limits.max_model_len:
         text = f"a prompt of {num_tokens} tokens leaves no room in a context of {limits.max_model_len}"
         return refusal(PromptTooLong, text)
-    tokens = unpack_tokens(raw[0])
     if (largest := int(np.frombuffer(raw[0], _TOKEN).max())) >= limits.vocab_size:  # 1 us per 1,000 tokens
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
     if reason := _unfit(message, num_tokens, limits):
@@ -86,7 +85,7 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
             return refusal(InvalidRequest, "this request cannot go on behind output made elsewhere")
     if message.stage == "prefill" and message.handoff_to is None:
         return refusal(InvalidRequest, "a prefill stage must name who takes over")
-    return tokens
+    return PackedIds(bytes(raw[0]))
 
 
 def _unfit(message: Generate, num_tokens: int, limits: WorkerLimits) -> str:

@@ -8,6 +8,7 @@ from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, che
 from shared.engine.worker_outbox import Outbox
 from shared.errors import PeerGone, PeerProtocolError
 from shared.ids import Epoch, RequestId
+from shared.kv.packed_ids import PackedIds
 from shared.observe import metrics
 from shared.observe.log import get_logger
 from shared.observe.malformed import MalformedLog
@@ -146,7 +147,7 @@ class WorkerFront:
         if key in self._attempts:  # an answer to the repetition would be a second outcome of the first
             _log.warning("attempt_repeated", request_id=message.request_id, attempt=message.attempt)
             return
-        answer: Refusal | list[int] | None = check_state(
+        answer: Refusal | PackedIds | None = check_state(
             message,
             epoch=self.epoch,
             draining=self.draining,

@@ -7,6 +7,7 @@ once. Lanes are streams of this object alone, so they need no fork and no join; 
 
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from shared.kernels.copy_pages.driver import CopyDriver
 
 MAX_DESCRIPTORS = 4096  # of one call
 MIN_LANE_PAGES = 8  # fewer are not worth another call
+ASKED_S = 0.00005  # the driver's last answer counts for so long for sets behind the one that it was about
 
 
 class PageStream:
@@ -30,6 +32,9 @@ class PageStream:
         self._streams = [driver.create_stream() for _ in range(lanes)]
         self._events: list[int] = []
         self._num_pending = 0
+        self._last: PageTicket | None = None  # of those submitted
+        self._asked_s = 0.0  # when the driver was asked last
+        self._bound = threading.local()  # has `yes` on threads that have a context
 
     def submit(self, sources: U64, targets: U64, size: int) -> "PageTicket":
         """Start to copy `size` bytes from each source to its target; addresses uint64 [num_pages], C-contiguous.
@@ -56,7 +61,9 @@ class PageStream:
                 error.running = not self._idle(events)
                 raise
             self._num_pending += 1
-        return PageTicket(self, events)
+            before = self._last if self._last is not None and self._last.events else None
+            ticket = self._last = PageTicket(self, events, before)
+        return ticket
 
     def _copy(self, sources: U64, targets: U64, sizes: U64, first: int, last: int, stream: int) -> None:
         if not self._driver.has_batch:
@@ -72,24 +79,47 @@ class PageStream:
     def passed(self, ticket: "PageTicket") -> bool:
         """Whether all of its events have; then, and after a failure, they are the stream's again and it has none.
 
+        A set counts as over when the one submitted before it, with which it shares lanes, is over: as long as that one
+        runs, the driver is not asked about this one. Each such call gives the GIL away, and beside a loop that computes
+        it takes the thread that has the next copies to tell 0.1 ms to get it back.
+
         Raises: CopyFailed, once, and the ticket has it then; the GPU's context is lost, and nothing of the set runs.
         """
-        events = ticket.events
         with self._lock:
-            if not events:
+            if not ticket.events:
                 return True
-            try:
+            if (before := ticket.before) is not None and before.events:
+                if time.monotonic() < self._asked_s + ASKED_S:
+                    return False
+                first = before  # whose owner may not ask any more
+                while first.before is not None and first.before.events:
+                    first = first.before
+                with suppress(CopyFailed):
+                    self._ask(first)
+                if before.events:
+                    return False
+            ticket.before = None
+            return self._ask(ticket)
+
+    def _ask(self, ticket: "PageTicket") -> bool:
+        """The driver; holds the lock. Raises: CopyFailed."""
+        events, self._asked_s = ticket.events, time.monotonic()
+        try:
+            if not hasattr(
+                self._bound, "yes"
+            ):  # an event can be asked for from any context, but from none it cannot
                 self._driver.make_current()
-                while events and self._driver.passed(events[-1]):
-                    self._events.append(events.pop())
-            except CopyFailed as error:
-                ticket.failure = error  # under the lock: no other thread takes it for done
-                self._events += events
-                events.clear()
-                raise
-            finally:
-                self._num_pending -= not events
-            return not events
+                self._bound.yes = True
+            while events and self._driver.passed(events[-1]):
+                self._events.append(events.pop())
+        except CopyFailed as error:
+            ticket.failure = error  # under the lock: no other thread takes it for done
+            self._events += events
+            events.clear()
+            raise
+        finally:
+            self._num_pending -= not events
+        return not events
 
     def _idle(self, events: list[int]) -> bool:
         """After a failed call: wait until no lane runs. False when that cannot be known. Holds the lock."""
@@ -119,11 +149,13 @@ class PageStream:
 
 
 class PageTicket:
-    """One set in flight; see link.Attempt and served_link.Sending. `events` and `failure` are its stream's."""
+    """One set in flight; see link.Attempt and served_link.Sending. The public fields are its stream's."""
 
-    def __init__(self, stream: PageStream, events: list[int]) -> None:
+    def __init__(self, stream: PageStream, events: list[int], before: "PageTicket | None" = None) -> None:
+        """`before`: the set submitted before this one, while it is in flight."""
         self._stream = stream
         self.events = events
+        self.before = before
         self.failure: CopyFailed | None = None
 
     def done(self) -> bool:

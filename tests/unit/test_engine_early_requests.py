@@ -1,6 +1,8 @@
 """A request that goes to the engine core before its lease: its outputs, its end, and what the core keeps of it."""
 
 import asyncio
+import contextlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +58,7 @@ async def turns() -> None:
 async def test_it_is_sent_before_anybody_waits_for_its_outputs_and_all_of_these_come():
     llm = Llm("a", "b")
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k"))
+    streams.begin("k", lambda: llm.generate("k"))
     await turns()
     assert llm.said == [("add", IDS)]
     early = streams.take("k")
@@ -73,7 +75,7 @@ async def test_a_lease_that_is_there_at_once_waits_until_the_request_is_sent():
     """Nothing of it has run when it is taken: told first, the core would not know whose lease it is."""
     llm = Llm("a")
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k"))
+    streams.begin("k", lambda: llm.generate("k"))
     early = streams.take("k")
     assert early is not None
     assert not llm.said
@@ -82,10 +84,21 @@ async def test_a_lease_that_is_there_at_once_waits_until_the_request_is_sent():
     await early.aclose()
 
 
+async def test_its_list_is_made_when_who_sends_it_has_said_what_it_wants_of_the_mempool():
+    llm, said = Llm("a"), []
+    streams = EarlyStreams(llm.core)
+    streams.begin("k", lambda: said.append("made") or llm.generate("k"))
+    assert not said
+    await turns()
+    assert said == ["made"]
+    streams.drop("k")
+    await turns()
+
+
 async def test_what_is_packed_goes_without_its_list():
     llm = Llm("a")
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k", **{PACKED: pack_tokens(IDS)}))
+    streams.begin("k", lambda: llm.generate("k", **{PACKED: pack_tokens(IDS)}))
     await turns()
     assert llm.said == [("add", [])]
     streams.drop("k")
@@ -104,7 +117,7 @@ async def test_a_request_without_settings_of_ours_goes_as_it_is():
 async def test_one_that_nobody_waits_for_any_more_is_aborted(is_taken):
     llm = Llm("a")
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k"))
+    streams.begin("k", lambda: llm.generate("k"))
     await turns()
     if is_taken:
         early = streams.take("k")
@@ -119,7 +132,7 @@ async def test_one_that_nobody_waits_for_any_more_is_aborted(is_taken):
 async def test_one_that_is_dropped_before_it_was_sent_is_not_left_with_the_core():
     llm = Llm("a")
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k"))
+    streams.begin("k", lambda: llm.generate("k"))
     streams.drop("k")
     await turns()
     assert llm.said in ([], [("add", IDS), "abort"])
@@ -128,7 +141,7 @@ async def test_one_that_is_dropped_before_it_was_sent_is_not_left_with_the_core(
 
 async def test_who_stops_waiting_for_its_first_output_aborts_it():
     llm = Llm("a")
-    early = EarlyStream(llm.generate("k"))
+    early = EarlyStream(lambda: llm.generate("k"))
     task = asyncio.create_task(anext(early))  # type: ignore[arg-type]
     await turns()
     task.cancel()
@@ -141,7 +154,7 @@ async def test_who_stops_waiting_for_its_first_output_aborts_it():
 async def test_vllms_refusal_is_the_first_output_and_no_lease_follows():
     llm = Llm(error=ValueError("too long"))
     streams = EarlyStreams(llm.core)
-    streams.begin("k", llm.generate("k"))
+    streams.begin("k", lambda: llm.generate("k"))
     early = streams.take("k")
     assert early is not None
     assert not await early.is_sent()
@@ -220,6 +233,25 @@ def test_a_packed_prompt_is_the_list_and_the_hashes_that_it_was_packed_of(monkey
         request.append_output_token_ids([7, 8, 9, 10])
     want = hash_blocks(chain_seed("", ""), pack_tokens([*IDS, 7, 8, 9, 10]), 8)
     assert packed.block_hashes == listed.block_hashes == want
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+def test_threads_take_short_turns_while_a_packed_prompt_is_taken_in_and_usual_ones_behind_it(error):
+    """The one that gives pages back waited 5 ms for the interpreter, and the first copies for these pages."""
+    usual_s, seen = sys.getswitchinterval(), []
+
+    def stock(core: Any, request: Any) -> None:
+        seen.append(sys.getswitchinterval())
+        if error is not None:
+            raise error
+
+    preprocess = early_requests._with_packed(stock)
+    for brought in ({}, {PACKED: pack_tokens(IDS)}):
+        params = SamplingParams(extra_args={EXTRA_ARGS_KEY: brought})
+        with contextlib.suppress(ValueError):
+            preprocess(None, SimpleNamespace(sampling_params=params))  # type: ignore[arg-type]
+        assert sys.getswitchinterval() == usual_s
+    assert seen == pytest.approx([usual_s, early_requests.TURN_S])
 
 
 def test_a_lease_that_cannot_be_taken_over_ends_the_core(monkeypatch):

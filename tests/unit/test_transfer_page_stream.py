@@ -1,10 +1,13 @@
 """Whole pages between GPUs: over how many streams they are shared out, and what stays of a set that is over."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from shared.kernels.copy_pages.copier import MAX_PENDING
 from shared.kernels.copy_pages.copies import CopyFailed, CopyQueueFull
+from shared.transfer import page_stream
 from shared.transfer.page_stream import PageStream
 
 
@@ -98,3 +101,77 @@ def test_so_many_sets_are_in_flight_at_once_and_no_more():
     submitted(stream)
     with pytest.raises(CopyQueueFull):
         submitted(stream)
+
+
+class SlowDriver(Driver):
+    """Events pass when a test says so; notes which were asked for, and how often a context was bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over: set[int] = set()
+        self.bad: set[int] = set()
+        self.asked: list[int] = []
+        self.bound = 0
+
+    def make_current(self) -> None:
+        self.bound += 1
+
+    def passed(self, event: int) -> bool:
+        self.asked.append(event)
+        if event in self.bad:
+            raise CopyFailed("cuEventQuery", "700")
+        return event in self.over
+
+
+def three_sets():
+    driver = SlowDriver()
+    stream = PageStream(driver, lanes=1)
+    tickets = [submitted(stream, 4) for _ in range(3)]
+    return driver, tickets, [ticket.events[0] for ticket in tickets]
+
+
+def test_as_long_as_the_first_set_runs_the_driver_is_asked_about_that_one_alone(monkeypatch):
+    monkeypatch.setattr(page_stream, "ASKED_S", 60.0)
+    driver, tickets, events = three_sets()
+    bound = driver.bound
+    for _ in range(5):
+        assert not any(ticket.done() for ticket in tickets)
+    assert set(driver.asked) == {events[0]}
+    assert len(driver.asked) == 5
+    assert driver.bound == bound + 1, "a context is bound once on each thread"
+    driver.over.update(events)
+    assert [ticket.done() for ticket in tickets] == [True] * 3
+
+
+def test_a_set_behind_one_that_nobody_asks_for_any_more_is_seen_to_end(monkeypatch):
+    monkeypatch.setattr(page_stream, "ASKED_S", 0.0)
+    driver, tickets, events = three_sets()
+    driver.over.update(events[1:])
+    assert not tickets[2].done(), "it is not over before the first, with which it shares lanes"
+    driver.over.add(events[0])
+    while not tickets[2].done():
+        assert len(driver.asked) < 10
+    assert tickets[0].events == tickets[1].events == []
+
+
+def test_a_set_behind_one_that_failed_has_an_end_of_its_own(monkeypatch):
+    monkeypatch.setattr(page_stream, "ASKED_S", 0.0)
+    driver, tickets, events = three_sets()
+    driver.bad.add(events[0])
+    driver.over.add(events[1])
+    while not tickets[1].done():
+        assert len(driver.asked) < 10
+    with pytest.raises(CopyFailed):
+        tickets[0].done()
+    assert not tickets[2].done()
+
+
+def test_a_thread_that_asks_for_the_first_time_binds_a_context():
+    driver, tickets, events = three_sets()
+    tickets[0].done()
+    bound = driver.bound
+    driver.over.add(events[0])
+    thread = threading.Thread(target=tickets[0].done)
+    thread.start()
+    thread.join()
+    assert driver.bound == bound + 1

@@ -58,7 +58,7 @@ def test_a_prompt_that_is_no_frame_of_whole_token_ids_is_refused(raw):
 
 
 def test_length_and_vocabulary_are_checked_at_their_edges():
-    assert check_prompt(message(), [pack_tokens([99] * 15)], limits=LIMITS) == [99] * 15
+    assert list(check_prompt(message(), [pack_tokens([99] * 15)], limits=LIMITS)) == [99] * 15
     too_long = check_prompt(message(), [pack_tokens([1] * 16)], limits=LIMITS)
     assert isinstance(too_long, Refusal)
     assert too_long.code == "context_length_exceeded"
@@ -80,7 +80,7 @@ def test_senseless_sampling_and_a_prefill_without_a_successor_are_refused():
         assert isinstance(check_prompt(message(sampling=sampling), raw, limits=LIMITS), Refusal)
     assert isinstance(check_prompt(message(stage="prefill"), raw, limits=LIMITS), Refusal)
     to = HandoffTarget(handoff_id=HandoffId("h"), target=InstanceId("d"))
-    assert check_prompt(message(stage="prefill", handoff_to=to), raw, limits=LIMITS) == [1]
+    assert list(check_prompt(message(stage="prefill", handoff_to=to), raw, limits=LIMITS)) == [1]
 
 
 def test_output_in_the_frame_must_be_some_of_it_and_of_a_request_that_can_go_on():
@@ -90,7 +90,7 @@ def test_output_in_the_frame_must_be_some_of_it_and_of_a_request_that_can_go_on(
         spec = SamplingSpec(**{"max_tokens": 3, "temperature": 0.0} | sampling)
         return check_prompt(message(sampling=spec, num_output_tokens=count), raw, limits=LIMITS)
 
-    assert check(2) == [1, 2, 3]
+    assert list(check(2)) == [1, 2, 3]
     refused = [check(-1), check(3), check(2, max_tokens=2), check(1, temperature=1.0, seed=3), check(1, n=2)]
     for each in refused:
         assert isinstance(each, Refusal)
