@@ -33,7 +33,8 @@ from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
 EVICT_PART = 256  # blocks that the mempool hears of at once: it takes their pages while the next are dropped
-GIVE_PART = 128  # empty pages that it hears of at once: copies into these begin while it hears of the next
+# empty pages that it hears of at once, at first and then: copies into these begin while it hears of the next
+FIRST_GIVE_PART, GIVE_PART = 32, 128
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -121,8 +122,9 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def _give_back(self, count: int) -> None:
         """Of the stock, as it was asked to."""
+        part_size = min(FIRST_GIVE_PART, GIVE_PART)
         while count > 0:
-            part = min(count, GIVE_PART)
+            part, part_size = min(count, part_size), GIVE_PART
             count -= part
             self.quota.give_back(self.give(part), answers=part)
 

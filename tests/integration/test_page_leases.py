@@ -163,15 +163,16 @@ def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, 
 
 
 def test_the_mempool_hears_of_empty_pages_in_parts_and_fills_the_first_meanwhile(pool, monkeypatch):
+    monkeypatch.setattr(page_pool, "FIRST_GIVE_PART", 2)
     monkeypatch.setattr(page_pool, "GIVE_PART", 3)
     in_stock(pool, 8)
     pool.quota.shrink = 7
     pool.absorb()
-    assert (pool.quota.parts, pool.quota.answered) == ([3, 3, 1], 7)
+    assert (pool.quota.parts, pool.quota.answered) == ([2, 3, 2], 7)
     assert sorted(page for page, _ in pool.quota.given_back) == list(range(30, 37)), "one stays"
     pool.quota.shrink = 1
     pool.give_spare()
-    assert (pool.quota.parts, pool.quota.answered) == ([3, 3, 1, 1], 8)
+    assert (pool.quota.parts, pool.quota.answered) == ([2, 3, 2, 1], 8)
 
 
 def in_stock(pool: PageBlockPool, count: int) -> None:

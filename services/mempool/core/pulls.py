@@ -57,7 +57,7 @@ class Pulls:
         self._by_layers = limits.transfer_mode == TransferMode.BY_REQUEST
         self.numbers = numbers
         self.pulls: dict[int, Pull] = {}
-        self._arriving: dict[tuple[int, BlockHash], Pull] = {}
+        self._arriving: dict[int, dict[BlockHash, Pull]] = {}  # by space
         room = partial(room_for_returns, pulls=self.pulls.values())
         self.push_back = PushBack(PdCaching(limits.pd_caching), pools, self.push, room, counters)
         self.layers: Layered | None = None  # they set it
@@ -96,7 +96,7 @@ class Pulls:
         missing = reader.hashes[len(own) :]
         if pool.memory is None or not missing or now_ms >= reader.until_ms or self._is_full():
             return False
-        arriving = self._arriving.get((pool.number, missing[0]))
+        arriving = self._arriving.get(pool.number, {}).get(missing[0])
         if arriving is not None and (arriving.copying or not arriving.is_push or arriving.is_ahead):
             arriving.readers.append(reader)
             return True
@@ -137,13 +137,15 @@ class Pulls:
 
     def _expect(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
         pull.hashes = list(hashes)
-        self._arriving.update(((pull.pool.number, block_hash), pull) for block_hash in hashes)
+        self._arriving.setdefault(pull.pool.number, {}).update(dict.fromkeys(pull.hashes, pull))
 
     def _expected_no_more(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
         """By the names under which they were: a block that was condemned meanwhile has another one."""
-        for block_hash in hashes:
-            if self._arriving.get((pull.pool.number, block_hash)) is pull:
-                del self._arriving[pull.pool.number, block_hash]
+        there = self._arriving.get(pull.pool.number, {})
+        for block_hash in [h for h in hashes if there.get(h) is pull]:
+            del there[block_hash]
+        if not there:
+            self._arriving.pop(pull.pool.number, None)
 
     def push(
         self,
@@ -177,7 +179,7 @@ class Pulls:
 
     def is_new(self, target: Pool, block_hash: BlockHash) -> bool:
         """Whether the block is neither there nor on its way there."""
-        return block_hash not in target.index and (target.number, block_hash) not in self._arriving
+        return block_hash not in target.index and block_hash not in self._arriving.get(target.number, ())
 
     def add(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
         """One that `layers` has begun; it brings these."""
