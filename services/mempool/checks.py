@@ -2,6 +2,7 @@
 
     sealed      its sum is taken, once its word says so; the page is pinned meanwhile
     leased      it is summed again before its reader hears of it: from a block that is wrong on, the reader gets nothing
+                (not for the first one, for whom it has just come and was summed)
     copied      the copy is summed before anybody hears of it; where its bytes cannot be read here, the source is
     to a host   the source sums again and says what it has in EpochsChecked, the reader compares what has come
 
@@ -31,6 +32,9 @@ from shared.observe.log import get_logger
 from shared.transport.clock import Clock
 
 MAX_WAITING = 4_096  # pages that are to be summed; what is sealed beyond has no sum
+JUST_MS = (
+    1_000  # before the first lease of a copy, at most, it was summed: longer ago, and it is summed again
+)
 _ALL = 1 << 32
 _HASH_AT = slice(16, 20)  # in ENTRY: as much of the block's hash as decides whether it is in the sample
 
@@ -46,6 +50,7 @@ class Known:
     block_hash: BlockHash
     origin: int
     value: int = UNKNOWN  # until it is taken
+    came_ms: int | None = None  # when its copy was found right, if nobody has leased it since
 
     def agrees(self, value: int) -> bool:
         """Whether its bytes may be what they were; the first value is taken for right."""
@@ -78,6 +83,8 @@ class Checks:
         self._known: dict[tuple[int, int], Known] = {}  # by space and page
         self._corrupt_epochs: dict[tuple[int, int], int] = {}  # of pages that were found wrong
         self._sealed: list[Known] = []  # since begin()
+        # copies that were found right and are about to be sealed: epoch and sum, by space and page
+        self._came: dict[tuple[int, int], tuple[int, int]] = {}
         self._copies: dict[int, CopyPages] = {}
         self.counters: Counter[str] = Counter(
             checks_pages_summed=0, checks_pages_checked=0, checks_pages_skipped=0, checks_pages_corrupt=0,
@@ -125,7 +132,7 @@ class Checks:
     def ended(self, space: int) -> None:
         """The space is over. Cost: a look at all that is known."""
         self._sums.ended(space)
-        for known in (self._known, self._corrupt_epochs):
+        for known in (self._known, self._corrupt_epochs, self._came):
             for key in [key for key in known if key[0] == space]:
                 del known[key]
 
@@ -143,8 +150,15 @@ class Checks:
             if (
                 self._corrupt_epochs.get((action.space, page)) != epoch
             ):  # else condemned: another name is noted
-                piece = Piece(action.space, page, num_bytes)
-                self._sealed.append(Known(piece, epoch, BlockHash(block_hash), action.space))
+                known = Known(
+                    Piece(action.space, page, num_bytes), epoch, BlockHash(block_hash), action.space
+                )
+                came_epoch, value = self._came.pop((action.space, page), (0, UNKNOWN))
+                if came_epoch == epoch and value != UNKNOWN:  # its sum is that of its source
+                    known.value, known.came_ms = value, self._clock.now_ms()
+                    self._known[action.space, page] = known
+                else:
+                    self._sealed.append(known)
 
     def adopted(self, space: int, words: Sequence[int], entries: bytes) -> None:
         """Pages of an earlier mempool, whose sums ended with it: as sealed() of those that are, with begin()."""
@@ -191,9 +205,12 @@ class Checks:
     # -- leased ---------------------------------------------------------------------------------------
 
     def of_lease(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
-        """By position, what is to be looked at before the reader hears of these pages. Not what was sealed just now."""
-        known = self.of_pages(space, pages, epochs)
-        return {i: each for i, each in known.items() if each.value != UNKNOWN}
+        """By position, what is to be looked at before the reader hears of these pages. Not what was sealed just now, or
+        has just come for the reader: a look takes 2 ms of a page of 8 MiB, behind a copy of a thousand."""
+        known, now_ms = self.of_pages(space, pages, epochs), self._clock.now_ms()
+        return {
+            i: each for i, each in known.items() if not _has_just_come(each, now_ms) and each.value != UNKNOWN
+        }
 
     def of_pages(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
         """By position, those of the sample."""
@@ -296,8 +313,11 @@ class Checks:
             self.counters["checks_pages_checked"] += 1
             if not known.agrees(value):
                 wrong[i] = known
-            elif action.raw and is_target and value != UNKNOWN:
-                self._lies_on_loan(known, piece)
+            elif is_target and value != UNKNOWN:
+                if action.raw:
+                    self._lies_on_loan(known, piece)
+                else:
+                    self._came[piece.space, piece.page] = self._epoch_of(piece), value
         if not wrong:
             then(False)
             return
@@ -306,7 +326,16 @@ class Checks:
         self.look(wrong, lambda _: then(True))  # the sources are pinned until this copy's end is heard of
 
     def _lies_on_loan(self, known: Known, piece: Piece) -> None:
+        epoch = self._epoch_of(piece)
+        self._known[piece[:2]] = Known(piece, epoch, known.block_hash, known.origin, known.value)
+
+    def _epoch_of(self, piece: Piece) -> int:
         memory = self._core.pools[piece.space].memory
         assert memory is not None
-        epoch = memory.table.epochs[piece.page]
-        self._known[piece[:2]] = Known(piece, epoch, known.block_hash, known.origin, known.value)
+        return memory.table.epochs[piece.page]
+
+
+def _has_just_come(known: Known, now_ms: int) -> bool:
+    """Whether it was found right when it came, for this lease, which is the first."""
+    came_ms, known.came_ms = known.came_ms, None
+    return came_ms is not None and now_ms - came_ms < JUST_MS

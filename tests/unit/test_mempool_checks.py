@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from services.mempool.checks import MAX_WAITING, Checks, Known
+from services.mempool.checks import JUST_MS, MAX_WAITING, Checks, Known
 from services.mempool.core.actions import CopyPages, WriteEntries
 from services.mempool.core.entry import Entry
 from services.mempool.core.inheritance import pack_entry
@@ -246,3 +246,88 @@ async def test_pages_of_a_space_that_has_ended_are_closed_behind_what_is_summed_
     assert await asyncio.to_thread(is_closed.wait, 30)
     sums.close()
     assert asked == [3, 3]
+
+
+class Answered:
+    """PageSums whose values a test gives: by (space, page)."""
+
+    def __init__(self, values: dict[tuple[int, int], int]) -> None:
+        self.values, self.asked, self.num_waiting = values, [], 0
+
+    def can_read(self, space: int) -> bool:
+        return True
+
+    def sums(self, pieces, then, *, urgent: bool = True) -> None:
+        self.asked += [(piece.space, piece.page) for piece in pieces]
+        then([self.values[piece.space, piece.page] for piece in pieces])
+
+    def close(self) -> None: ...
+
+
+SOURCE, TARGET = 0, 1
+HASH = HASHES[0]
+
+
+def one_copied(sums: Answered, right: list[bool]) -> Checks:
+    """A block of SOURCE's page 3 that has been copied into TARGET's page 5, where its word is of epoch 9."""
+    clock = SimpleNamespace(ms=0, now_ms=lambda: clock.ms)
+    tables = [SimpleNamespace(epochs=[7] * 8), SimpleNamespace(epochs=[9] * 8)]
+    core = SimpleNamespace(
+        pools={i: SimpleNamespace(memory=SimpleNamespace(table=table)) for i, table in enumerate(tables)},
+        hold=lambda *_: SimpleNamespace(), let_go=lambda *_: [], on_corrupt=lambda *_: [],
+    )  # fmt: skip
+    content = SimpleNamespace(block_bytes=4000, num_ranks=1, content_key="c")
+    spaces = SimpleNamespace(description_of=lambda space: content)
+    checks = Checks(1.0, core, spaces, clock, lambda actions: None)
+    checks._sums = sums
+
+    def sealed(space: int, page: int, epoch: int) -> None:
+        packed = pack_entry(Entry(HASH, HASHES[1], PageId(page), 4), Epoch(epoch))
+        checks.sealed(WriteEntries([(page, packed)], space))
+        checks.begin()
+
+    sealed(SOURCE, 3, 7)
+    checks.copying(CopyPages(1, TARGET, [PageId(5)], [(SOURCE, PageId(3))], 1000))
+    assert checks.copied(1, False, lambda failed: right.append(not failed))
+    sealed(TARGET, 5, 9)
+    return checks
+
+
+def test_a_copy_that_was_found_right_is_not_summed_again_for_who_waited_for_it_but_for_the_next():
+    sums, right = Answered({(SOURCE, 3): 77, (TARGET, 5): 77}), []
+    checks = one_copied(sums, right)
+    assert right == [True]
+    assert sums.asked == [(SOURCE, 3), (TARGET, 5)], "the sum of the copy is the one that was compared"
+    assert checks.of_lease(TARGET, [5], [9]) == {}
+    (known,) = checks.of_lease(TARGET, [5], [9]).values()
+    assert (known.value, known.piece[:2]) == (77, (TARGET, 5))
+    heard: list[int | None] = []
+    sums.values[TARGET, 5] = 78
+    checks.look({0: known}, heard.append)
+    assert heard == [0]
+
+
+def test_who_leases_it_later_has_it_summed_though_nobody_did_before():
+    checks = one_copied(Answered({(SOURCE, 3): 77, (TARGET, 5): 77}), [])
+    checks._clock.ms += JUST_MS
+    assert list(checks.of_lease(TARGET, [5], [9])) == [0]
+
+
+def test_a_copy_that_is_wrong_has_no_sum_of_its_source():
+    sums, right = Answered({(SOURCE, 3): 77, (TARGET, 5): 78}), []
+    checks = one_copied(sums, right)
+    assert right == [False]
+    assert checks._came == {}
+    assert next(iter(checks.of_lease(TARGET, [5], [9]).values())).value == 78, (
+        "a later seal of it takes its own"
+    )
+
+
+def test_a_page_that_got_another_epoch_before_it_was_sealed_takes_its_own_sum():
+    sums = Answered({(SOURCE, 3): 77, (TARGET, 5): 77})
+    checks = one_copied(sums, [])
+    checks._came[TARGET, 5] = (8, 77)
+    packed = pack_entry(Entry(HASH, HASHES[1], PageId(5), 4), Epoch(9))
+    checks.sealed(WriteEntries([(5, packed)], TARGET))
+    assert len(checks._sealed) == 1
+    assert checks._came == {}
