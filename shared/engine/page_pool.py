@@ -33,8 +33,9 @@ from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
 EVICT_PART = 256  # blocks that the mempool hears of at once: it takes their pages while the next are dropped
-# empty pages that it hears of at once, at first and then: copies into these begin while it hears of the next
-FIRST_GIVE_PART, GIVE_PART = 32, 128
+# empty pages that it hears of at once: so many first, then twice as many each time up to the second number. Copies into
+# these begin while it hears of the next, and take three times as long as that
+FIRST_GIVE_PART, GIVE_PART = 32, 256
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -124,7 +125,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         """Of the stock, as it was asked to."""
         part_size = min(FIRST_GIVE_PART, GIVE_PART)
         while count > 0:
-            part, part_size = min(count, part_size), GIVE_PART
+            part, part_size = min(count, part_size), min(2 * part_size, GIVE_PART)
             count -= part
             self.quota.give_back(self.give(part), answers=part)
 

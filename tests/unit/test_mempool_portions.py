@@ -6,7 +6,7 @@ from services.mempool.core.actions import CopyPages
 from services.mempool.core.lending_copies import LendingCopies
 from services.mempool.core.loans import Shelf
 from services.mempool.core.page_table import PageTable
-from services.mempool.core.pulls import LARGEST
+from services.mempool.core.pull import LARGEST
 from shared.ids import Epoch, PageId
 from shared.kv.page import PageState
 from shared.kv.words import u32_list

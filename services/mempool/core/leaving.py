@@ -3,11 +3,14 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from services.mempool.core.condemned import Condemned
 from services.mempool.core.entry import Branch, Entry
 from services.mempool.core.leaf_queue import LeafQueue
 from services.mempool.core.twins import Twins
+
+_BRANCH = attrgetter("branch")
 
 
 class Leaving(Condemned):
@@ -121,7 +124,7 @@ class Leaving(Condemned):
 
     def age(self, entries: Iterable[Entry]) -> None:
         """Make these the first to go, once they are leaves and unpinned: there are copies elsewhere."""
-        for branch, count in reversed(Counter(entry.branch for entry in entries).items()):
+        for branch, count in reversed(Counter(map(_BRANCH, entries)).items()):
             # a branch that goes on behind these blocks has to lose the others first
             if (
                 branch is not None

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from operator import attrgetter
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits
 from services.mempool.core.claims import Claim
@@ -29,8 +30,7 @@ from services.mempool.core.readers import TIMED, TIMED_US
 from shared.ids import BlockHash, HandoffId
 from shared.kv.transfer_mode import TransferMode
 
-TAPER = 4  # portions' bytes: a larger copy whose pages are all here goes in several, so that its end is short
-LARGEST = 4  # portions' bytes that go in one CopyPages: what came is indexed while the rest is on its way
+_HASH = attrgetter("block_hash")
 
 
 class Pulls:
@@ -84,7 +84,9 @@ class Pulls:
             part = [(pool, entry) for entry in pool.index.prefix(rest)]
             if not part and others:
                 best, entries = max(((p, p.index.prefix(rest)) for p in others), key=lambda x: len(x[1]))
-                part = [(best, e) for e in takewhile(lambda e: e.block_hash not in pool.index, entries)]
+                if not pool.index.hashes.isdisjoint(map(_HASH, entries)):
+                    entries = list(takewhile(lambda e: e.block_hash not in pool.index, entries))
+                part = [(best, entry) for entry in entries]
             if not part:
                 break
             found += part
@@ -213,7 +215,7 @@ class Pulls:
                 self._answer(pull.pool, reader, now_ms)
             if pull.short_ms is not None and now_ms >= pull.short_ms and (pull.claim.pages or pull.begun):
                 self._shorten(pull, now_ms)
-            while count := self._num_ready(pull):
+            while count := 0 if self._by_layers else pull.num_ready(self.limits.portion_bytes):
                 out.append(self._start_portion(pull, count, now_ms))
             if pull.copying:
                 continue
@@ -228,16 +230,6 @@ class Pulls:
                 pull.ask_ms = now_ms + ASK_AGAIN_MS
                 pull.pool.ask_again(pull.claim)
         return out
-
-    def _num_ready(self, pull: Pull) -> int:
-        """How many of its first blocks are to go now, as a portion; never all that are left."""
-        memory = pull.pool.memory
-        if pull.is_push or pull.copying or self._by_layers or memory is None:
-            return 0
-        have = len(pull.claim.pages)
-        portions = have * memory.page_bytes * memory.num_ranks // max(1, self.limits.portion_bytes)
-        least, most = (1, have) if pull.claim.lacking else (TAPER, have * 3 // 4)
-        return min(most, max(1, have * LARGEST // portions)) if portions >= least else 0
 
     def _start_portion(self, pull: Pull, count: int, now_ms: int) -> CopyPages:
         pages = pull.pool.begin_some(pull.claim, count)
@@ -343,9 +335,10 @@ class Pulls:
                 self.layers.hold(pull.handoff_id, pool, here, now_ms, came_for=pull.readers)
             name = "blocks_pushed_back" if pull.goes_back else "blocks_pulled"
             self.counters[name] += len(entries)
-            from_dram = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_dram)
+            parts = [(source, len(part)) for source, part in by_pool(pull.sources)]
+            from_dram = sum(count for source, count in parts if source.is_dram)
             self.counters["blocks_pulled_from_dram"] += from_dram
-            behind = sum(len(entries) for source, entries in by_pool(pull.sources) if source.is_behind)
+            behind = sum(count for source, count in parts if source.is_behind)
             self.counters["blocks_pulled_from_peer"] += behind - from_dram
             whole.came.update(dram=from_dram, peer=len(entries) - from_dram)
             if took_us > 0 and len(entries) > whole.came[TIMED]:
@@ -378,9 +371,10 @@ class Pulls:
 
     def _let_go(self, pull: Pull) -> None:
         """Of its sources; what came leaves the memory behind first."""
-        for source, entries in by_pool(pull.sources):
+        parts = by_pool(pull.sources)
+        for source, entries in parts:
             source.index.unpin(entries)
-        for source, entries in by_pool(pull.sources):
+        for source, entries in parts:
             if source.is_behind:
                 came = [entry for entry in entries if entry.block_hash in pull.pool.index]
                 source.index.age(came)  # the first to go: it leaves its new place without a copy
