@@ -230,7 +230,7 @@ class Supervision:
             elif entry.state is State.STOPPING and due:
                 actions += self._kill(entry, now_ms)
             elif self._is_silent(entry, now_ms) and not self._is_spared(entry):
-                entry.answered_ms = now_ms
+                entry.answered_ms, entry.health = now_ms, Health.SILENT  # who needs it does not start beside its end
                 text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
                 actions += [Notice("unresponsive", name, text), Signal(name, SIGKILL)]
         return actions + self._spawn_waiting(now_ms)

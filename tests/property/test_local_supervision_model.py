@@ -115,6 +115,17 @@ def test_whoever_has_something_under_way_has_its_time_and_so_has_who_serves_it(h
         assert "c" in machine.running or not is_served
 
 
+def test_nobody_starts_who_needs_a_service_that_is_killed_for_its_silence_in_the_same_moment():
+    machine = Machine(set(NAMES))
+    machine.follow(machine.core.start(now_ms=0))
+    for name in NAMES:
+        machine.probe(name, Health.OK)
+    for step in (("tick_long", "a", 1), ("tick_long", "a", 10), ("tick_long", "a", 19), ("exit", "c", 1)):
+        machine.do(*step)
+    machine.do("tick_long", "a", 10)
+    assert {"c", "z"}.isdisjoint(machine.running)
+
+
 def test_a_service_that_dies_before_its_turn_to_be_stopped_holds_up_no_stop():
     machine = Machine(set())
     machine.follow(machine.core.start(now_ms=0))

@@ -15,6 +15,7 @@ from shared.errors import InvalidRequest, ResourceError
 from shared.grammar_limits import MAX_ARRAY_ITEMS, MAX_GRAMMAR_CHARS
 from shared.ids import Epoch, RequestId
 from shared.kv.block_hash import pack_tokens
+from shared.kv.packed_ids import PackedIds
 from shared.wire.requests import Generate, SamplingSpec, StructuredSpec
 
 with warnings.catch_warnings():
@@ -99,14 +100,14 @@ def test_the_limit_is_what_is_said_and_bounds_of_other_things_are_free():
         for param, fields in asking(schema).items():
             if param != "tools":  # whose list has a bound of its own, 1
                 assert chat(**fields).structured is not None
-        assert isinstance(at_a_worker(StructuredSpec(kind="json_schema", value=json.dumps(schema))), list)
+        assert isinstance(at_a_worker(StructuredSpec(kind="json_schema", value=json.dumps(schema))), PackedIds)
 
 
 def test_a_worker_refuses_a_grammar_that_no_gateway_of_ours_would_send():
     refused = at_a_worker(StructuredSpec(kind="regex", value="a" * (MAX_GRAMMAR_CHARS + 1)))
     assert isinstance(refused, Refusal)
     assert refused.code == "invalid_request"
-    assert isinstance(at_a_worker(StructuredSpec(kind="json_schema", value="[" * 100_000)), list)
+    assert isinstance(at_a_worker(StructuredSpec(kind="json_schema", value="[" * 100_000)), PackedIds)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from services.mempool.core.remote_serve import RemoteServe
 from services.mempool.core.returns import Returns
 from services.mempool.core.swaps import Swaps
 from shared.errors import PeerProtocolError
-from shared.ids import Epoch, InstanceId
+from shared.ids import BlockHash, Epoch, InstanceId
 from shared.kv.layout import EngineDescription
 from shared.wire import mempool as wire
 from shared.wire.mempool_callers import AttachCaller
@@ -280,7 +280,7 @@ class Mempool(FromOutside):
         if instance is None or (expects and not all(h in pool.index for h in hashes)):
             return pool.on_message(connection, call, now_ms)
         pool.counters["acquires"] += 1
-        self._read(pool, connection, instance, call, now_ms)
+        self._read(pool, self._reader(connection, instance, call, hashes, now_ms), now_ms)
         return []
 
     def _acquire_remote(self, pool: Pool, connection: int, call: wire.Acquire, now_ms: int) -> list[Action]:
@@ -289,16 +289,19 @@ class Mempool(FromOutside):
         if instance is None:
             raise PeerProtocolError("Acquire before Attach")
         pool.counters["acquires"] += 1
-        self._read(pool, connection, instance, call, now_ms, far=True)
+        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
+        self._read(pool, self._reader(connection, instance, call, hashes, now_ms), now_ms, far=True)
         return []
 
-    def _read(
-        self, pool: Pool, connection: int, instance: InstanceId, call: wire.Acquire, now_ms: int, far: bool = False
-    ) -> None:  # fmt: skip
-        """Answer, after what is missing has come from another space; `far`: of another host."""
-        hashes = parse.hashes(call.hashes, self.limits.max_blocks_per_call)
+    def _reader(
+        self, connection: int, instance: InstanceId, call: wire.Acquire, hashes: list[BlockHash], now_ms: int
+    ) -> Reader:
+        """Of a call with these hashes, which takes a while to cut apart: once."""
         patience_ms = min(max(call.wait_ms, self.limits.pull_patience_ms), self.limits.max_wait_ms)
-        reader = Reader(connection, instance, call, hashes, now_ms + patience_ms)
+        return Reader(connection, instance, call, hashes, now_ms + patience_ms)
+
+    def _read(self, pool: Pool, reader: Reader, now_ms: int, *, far: bool = False) -> None:
+        """Answer, after what is missing has come from another space; `far`: of another host."""
         if not (far and self.peer_address and self.remote.want(pool, reader, now_ms)):
             self._bring(pool, reader, now_ms)
 
@@ -327,8 +330,10 @@ class Mempool(FromOutside):
         """Readers have waited for it, or are on their way."""
         for pool in self.pools.values():
             if pool is not source:
-                for waiter in pool.leases.take_waiters(message.handoff_id):
-                    self._read(pool, waiter.connection, waiter.instance, waiter.call, now_ms)
+                for each in pool.leases.take_waiters(message.handoff_id):
+                    hashes = parse.hashes(each.call.hashes, self.limits.max_blocks_per_call)
+                    reader = self._reader(each.connection, each.instance, each.call, hashes, now_ms)
+                    self._read(pool, reader, now_ms)
         self.layers.on_handoff(source, message, now_ms)
         self.serve.on_handoff(message.handoff_id, now_ms)
 
