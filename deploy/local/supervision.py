@@ -94,6 +94,7 @@ class Entry:
     failures: int = 0  # consecutive
     restarts: int = 0
     was_ready: bool = False
+    is_killed: bool = False  # for its silence, and its exit is to come: nobody starts who needs it
     restart_asked: bool = False
     last_ms: int = 0  # while STOPPING: beyond it nothing under way is waited for
     is_waited_for: bool = False  # that there is something was told
@@ -230,7 +231,7 @@ class Supervision:
             elif entry.state is State.STOPPING and due:
                 actions += self._kill(entry, now_ms)
             elif self._is_silent(entry, now_ms) and not self._is_spared(entry):
-                entry.answered_ms, entry.health = now_ms, Health.SILENT  # who needs it does not start beside its end
+                entry.answered_ms, entry.is_killed = now_ms, True
                 text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
                 actions += [Notice("unresponsive", name, text), Signal(name, SIGKILL)]
         return actions + self._spawn_waiting(now_ms)
@@ -323,8 +324,8 @@ class Supervision:
     def _may_start(self, entry: Entry) -> bool:
         gates: Iterable[str] = () if entry.was_ready else entry.spec.depends_on
         return all(self.entries[d].was_ready for d in gates) and all(
-            self.entries[d].state is State.READY and self.entries[d].health is Health.OK
-            for d in entry.spec.needs_live
+            live.state is State.READY and live.health is Health.OK and not live.is_killed
+            for live in (self.entries[d] for d in entry.spec.needs_live)
         )
 
     def _is_silent(self, entry: Entry, now_ms: int) -> bool:
@@ -363,3 +364,4 @@ class Supervision:
     @staticmethod
     def _enter(entry: Entry, state: State, now_ms: int, *, deadline_ms: int | None = None) -> None:
         entry.state, entry.since_ms, entry.deadline_ms = state, now_ms, deadline_ms
+        entry.is_killed = False

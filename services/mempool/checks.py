@@ -2,7 +2,7 @@
 
     sealed      its sum is taken, once its word says so; the page is pinned meanwhile
     leased      it is summed again before its reader hears of it: from a block that is wrong on, the reader gets nothing
-                (not for the first one, for whom it has just come and was summed)
+                (not for the first one within a second of a copy that was compared)
     copied      the copy is summed before anybody hears of it; where its bytes cannot be read here, the source is
     to a host   the source sums again and says what it has in EpochsChecked, the reader compares what has come
 
@@ -32,9 +32,7 @@ from shared.observe.log import get_logger
 from shared.transport.clock import Clock
 
 MAX_WAITING = 4_096  # pages that are to be summed; what is sealed beyond has no sum
-JUST_MS = (
-    1_000  # before the first lease of a copy, at most, it was summed: longer ago, and it is summed again
-)
+JUST_MS = 1_000  # a copy that was compared longer ago is summed again for its first lease, too
 _ALL = 1 << 32
 _HASH_AT = slice(16, 20)  # in ENTRY: as much of the block's hash as decides whether it is in the sample
 
@@ -83,8 +81,8 @@ class Checks:
         self._known: dict[tuple[int, int], Known] = {}  # by space and page
         self._corrupt_epochs: dict[tuple[int, int], int] = {}  # of pages that were found wrong
         self._sealed: list[Known] = []  # since begin()
-        # copies that were found right and are about to be sealed: epoch and sum, by space and page
-        self._came: dict[tuple[int, int], tuple[int, int]] = {}
+        # of copies that were found right and are being indexed: epoch, block and sum, by space and page
+        self._came: dict[tuple[int, int], tuple[int, BlockHash, int]] = {}
         self._copies: dict[int, CopyPages] = {}
         self.counters: Counter[str] = Counter(
             checks_pages_summed=0, checks_pages_checked=0, checks_pages_skipped=0, checks_pages_corrupt=0,
@@ -132,7 +130,7 @@ class Checks:
     def ended(self, space: int) -> None:
         """The space is over. Cost: a look at all that is known."""
         self._sums.ended(space)
-        for known in (self._known, self._corrupt_epochs, self._came):
+        for known in (self._known, self._corrupt_epochs):
             for key in [key for key in known if key[0] == space]:
                 del known[key]
 
@@ -153,8 +151,8 @@ class Checks:
                 known = Known(
                     Piece(action.space, page, num_bytes), epoch, BlockHash(block_hash), action.space
                 )
-                came_epoch, value = self._came.pop((action.space, page), (0, UNKNOWN))
-                if came_epoch == epoch and value != UNKNOWN:  # its sum is that of its source
+                came_epoch, came_hash, value = self._came.get((action.space, page), (0, b"", UNKNOWN))
+                if (came_epoch, came_hash) == (epoch, block_hash):  # its sum is that of its source
                     known.value, known.came_ms = value, self._clock.now_ms()
                     self._known[action.space, page] = known
                 else:
@@ -205,8 +203,9 @@ class Checks:
     # -- leased ---------------------------------------------------------------------------------------
 
     def of_lease(self, space: int, pages: Sequence[int], epochs: Sequence[int]) -> dict[int, Known]:
-        """By position, what is to be looked at before the reader hears of these pages. Not what was sealed just now, or
-        has just come for the reader: a look takes 2 ms of a page of 8 MiB, behind a copy of a thousand."""
+        """By position, what is to be looked at before the reader hears of these pages. Not what was sealed just now,
+        nor a copy that was found right just now, for its first reader: of a page of 8 MiB a look takes 2 ms, and it
+        would come behind a copy of a thousand of them."""
         known, now_ms = self.of_pages(space, pages, epochs), self._clock.now_ms()
         return {
             i: each for i, each in known.items() if not _has_just_come(each, now_ms) and each.value != UNKNOWN
@@ -306,6 +305,7 @@ class Checks:
     ) -> None:
         """Each source whose sum was not known comes before its target."""
         wrong: dict[int, Known] = {}
+        right: dict[tuple[int, int], tuple[int, BlockHash, int]] = {}
         for i, ((known, piece), value) in enumerate(zip(asked, values, strict=True)):
             is_target = piece is not known.piece
             if is_target and known.value == UNKNOWN:
@@ -317,9 +317,11 @@ class Checks:
                 if action.raw:
                     self._lies_on_loan(known, piece)
                 else:
-                    self._came[piece.space, piece.page] = self._epoch_of(piece), value
+                    right[piece[:2]] = self._epoch_of(piece), known.block_hash, value
         if not wrong:
+            self._came = right  # no longer than this: what is not sealed now, its owner may write to
             then(False)
+            self._came = {}
             return
         self.counters["checks_copies_wrong"] += 1
         log.error("copy_wrong", copy_id=action.copy_id, space=action.space, num_pages=len(wrong))
@@ -336,6 +338,6 @@ class Checks:
 
 
 def _has_just_come(known: Known, now_ms: int) -> bool:
-    """Whether it was found right when it came, for this lease, which is the first."""
+    """Whether it was found right when it was copied, and this is its first lease since."""
     came_ms, known.came_ms = known.came_ms, None
     return came_ms is not None and now_ms - came_ms < JUST_MS

@@ -47,7 +47,7 @@ class CopyEngine:
     def __init__(self, gpu: Gpu, pinned: PinnedRanges) -> None:
         """Raises: CopyFailed."""
         self.gpu = gpu
-        self.page_stream = PageStream(gpu.copy, lanes=LANES)
+        self.page_stream = PageStream(gpu.copy, lanes=LANES, keeps_context=True)
         method = Method.BATCH if gpu.copy.has_batch else Method.LOOP
         self.copier = CudaCopier(gpu.copy, chooser=Always(Choice(method, LANES)))
         self.into = gpu.copy.create_stream()

@@ -23,8 +23,14 @@ ASKED_S = 0.00005  # the driver's last answer counts for so long for sets behind
 class PageStream:
     """Copies of pages on one GPU's copy engines, any thread. The driver stays the caller's."""
 
-    def __init__(self, driver: CopyDriver, *, lanes: int = 4, min_lane_bytes: int = 0) -> None:
-        """`min_lane_bytes`: a lane is worth it from so many on; 0: from MIN_LANE_PAGES pages on. Raises: CopyFailed."""
+    def __init__(
+        self, driver: CopyDriver, *, lanes: int = 4, min_lane_bytes: int = 0, keeps_context: bool = False
+    ) -> None:
+        """Args:
+            min_lane_bytes: a lane is worth it from so many on; 0: from MIN_LANE_PAGES pages on.
+            keeps_context: threads that ask never give the context back that they are given here: it is given once.
+        Raises: CopyFailed.
+        """
         self._driver = driver
         self._min_lane_bytes = min_lane_bytes
         self._lock = threading.Lock()
@@ -34,7 +40,8 @@ class PageStream:
         self._num_pending = 0
         self._last: PageTicket | None = None  # of those submitted
         self._asked_s = 0.0  # when the driver was asked last
-        self._bound = threading.local()  # has `yes` on threads that have a context
+        self._keeps_context = keeps_context
+        self._bound = threading.local()  # has `yes` on threads that were given a context
 
     def submit(self, sources: U64, targets: U64, size: int) -> "PageTicket":
         """Start to copy `size` bytes from each source to its target; addresses uint64 [num_pages], C-contiguous.
@@ -81,9 +88,11 @@ class PageStream:
 
         A set counts as over when the one submitted before it, with which it shares lanes, is over: as long as that one
         runs, the driver is not asked about this one. Each such call gives the GIL away, and beside a loop that computes
-        it takes the thread that has the next copies to tell 0.1 ms to get it back.
+        it takes the thread that has the next copies to tell 0.1 ms to get it back. A lane that stands still holds up
+        those behind it on other lanes, too.
 
-        Raises: CopyFailed, once, and the ticket has it then; the GPU's context is lost, and nothing of the set runs.
+        Raises: CopyFailed, once at most, and the ticket has it then, also if a later set's owner asked; the GPU's
+        context is lost, and nothing of the set runs.
         """
         with self._lock:
             if not ticket.events:
@@ -105,9 +114,8 @@ class PageStream:
         """The driver; holds the lock. Raises: CopyFailed."""
         events, self._asked_s = ticket.events, time.monotonic()
         try:
-            if not hasattr(
-                self._bound, "yes"
-            ):  # an event can be asked for from any context, but from none it cannot
+            # an event can be asked for from any context, but from none it cannot
+            if not (self._keeps_context and hasattr(self._bound, "yes")):
                 self._driver.make_current()
                 self._bound.yes = True
             while events and self._driver.passed(events[-1]):
@@ -118,7 +126,9 @@ class PageStream:
             events.clear()
             raise
         finally:
-            self._num_pending -= not events
+            if not events:
+                self._num_pending -= 1
+                ticket.before = None
         return not events
 
     def _idle(self, events: list[int]) -> bool:

@@ -126,6 +126,25 @@ def test_nobody_starts_who_needs_a_service_that_is_killed_for_its_silence_in_the
     assert {"c", "z"}.isdisjoint(machine.running)
 
 
+def test_what_a_service_that_is_being_killed_still_answers_does_not_count():
+    machine = Machine(set())
+    machine.follow(machine.core.start(now_ms=0))
+    for name in NAMES:
+        machine.probe(name, Health.OK)
+    for _ in range(4):
+        machine.do("tick", "a", RULES.silent_ms // 4 - 20)
+    machine.do("exit", "c", 1)
+    machine.now_ms += RULES.first_backoff_ms
+    killed = machine.core.tick(now_ms=machine.now_ms)
+    assert Signal("z", 9) in killed
+    assert Spawn("c") not in killed + machine.core.on_probe("z", Health.OK, now_ms=machine.now_ms)
+    machine.follow([a for a in killed if isinstance(a, Signal)])
+    while "z" not in machine.running:
+        machine.do("tick", "a", 100)
+    machine.probe("z", Health.OK)
+    assert "c" in machine.running
+
+
 def test_a_service_that_dies_before_its_turn_to_be_stopped_holds_up_no_stop():
     machine = Machine(set())
     machine.follow(machine.core.start(now_ms=0))

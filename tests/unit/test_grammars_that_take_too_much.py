@@ -100,7 +100,9 @@ def test_the_limit_is_what_is_said_and_bounds_of_other_things_are_free():
         for param, fields in asking(schema).items():
             if param != "tools":  # whose list has a bound of its own, 1
                 assert chat(**fields).structured is not None
-        assert isinstance(at_a_worker(StructuredSpec(kind="json_schema", value=json.dumps(schema))), PackedIds)
+        assert isinstance(
+            at_a_worker(StructuredSpec(kind="json_schema", value=json.dumps(schema))), PackedIds
+        )
 
 
 def test_a_worker_refuses_a_grammar_that_no_gateway_of_ours_would_send():

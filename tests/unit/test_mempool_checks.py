@@ -268,8 +268,9 @@ SOURCE, TARGET = 0, 1
 HASH = HASHES[0]
 
 
-def one_copied(sums: Answered, right: list[bool]) -> Checks:
-    """A block of SOURCE's page 3 that has been copied into TARGET's page 5, where its word is of epoch 9."""
+def one_copied(sums: Answered, right: list[bool], *, sealed_as: BlockHash | None = HASH) -> Checks:
+    """A block of SOURCE's page 3 that has been copied into TARGET's page 5, where its word is of epoch 9. `sealed_as`:
+    at the end of the copy; None: it is not."""
     clock = SimpleNamespace(ms=0, now_ms=lambda: clock.ms)
     tables = [SimpleNamespace(epochs=[7] * 8), SimpleNamespace(epochs=[9] * 8)]
     core = SimpleNamespace(
@@ -280,20 +281,26 @@ def one_copied(sums: Answered, right: list[bool]) -> Checks:
     spaces = SimpleNamespace(description_of=lambda space: content)
     checks = Checks(1.0, core, spaces, clock, lambda actions: None)
     checks._sums = sums
+    sealed(checks, SOURCE, 3, 7)
 
-    def sealed(space: int, page: int, epoch: int) -> None:
-        packed = pack_entry(Entry(HASH, HASHES[1], PageId(page), 4), Epoch(epoch))
-        checks.sealed(WriteEntries([(page, packed)], space))
-        checks.begin()
+    def over(failed: bool) -> None:
+        right.append(not failed)
+        if not failed and sealed_as is not None:
+            sealed(checks, TARGET, 5, 9, sealed_as)
 
-    sealed(SOURCE, 3, 7)
     checks.copying(CopyPages(1, TARGET, [PageId(5)], [(SOURCE, PageId(3))], 1000))
-    assert checks.copied(1, False, lambda failed: right.append(not failed))
-    sealed(TARGET, 5, 9)
+    assert checks.copied(1, False, over)
+    assert checks._came == {}
     return checks
 
 
-def test_a_copy_that_was_found_right_is_not_summed_again_for_who_waited_for_it_but_for_the_next():
+def sealed(checks: Checks, space: int, page: int, epoch: int, block_hash: BlockHash = HASH) -> None:
+    packed = pack_entry(Entry(block_hash, HASHES[1], PageId(page), 4), Epoch(epoch))
+    checks.sealed(WriteEntries([(page, packed)], space))
+    checks.begin()
+
+
+def test_a_copy_that_was_found_right_is_not_summed_again_for_its_first_reader_but_for_the_next():
     sums, right = Answered({(SOURCE, 3): 77, (TARGET, 5): 77}), []
     checks = one_copied(sums, right)
     assert right == [True]
@@ -314,20 +321,28 @@ def test_who_leases_it_later_has_it_summed_though_nobody_did_before():
 
 
 def test_a_copy_that_is_wrong_has_no_sum_of_its_source():
-    sums, right = Answered({(SOURCE, 3): 77, (TARGET, 5): 78}), []
-    checks = one_copied(sums, right)
+    right: list[bool] = []
+    checks = one_copied(Answered({(SOURCE, 3): 77, (TARGET, 5): 78}), right)
     assert right == [False]
-    assert checks._came == {}
+    sealed(checks, TARGET, 5, 9)
     assert next(iter(checks.of_lease(TARGET, [5], [9]).values())).value == 78, (
         "a later seal of it takes its own"
     )
 
 
-def test_a_page_that_got_another_epoch_before_it_was_sealed_takes_its_own_sum():
+@pytest.mark.parametrize("sealed_as", [None, HASHES[2]])
+def test_a_page_whose_owner_writes_to_it_behind_the_copy_or_that_becomes_another_block_takes_its_own_sum(
+    sealed_as,
+):
+    """As a caller's own page (MemPool.transfer): it keeps its epoch until it is inserted, with other bytes."""
     sums = Answered({(SOURCE, 3): 77, (TARGET, 5): 77})
-    checks = one_copied(sums, [])
-    checks._came[TARGET, 5] = (8, 77)
-    packed = pack_entry(Entry(HASH, HASHES[1], PageId(5), 4), Epoch(9))
-    checks.sealed(WriteEntries([(5, packed)], TARGET))
-    assert len(checks._sealed) == 1
-    assert checks._came == {}
+    checks = one_copied(sums, [], sealed_as=None)
+    sums.values[TARGET, 5] = 78
+    sealed(checks, TARGET, 5, 9, sealed_as or HASH)
+    assert checks.of(TARGET, 5, 9).value == 78
+    assert list(checks.of_lease(TARGET, [5], [9])) == [0]
+
+
+def test_what_is_indexed_under_another_name_at_the_end_of_the_copy_takes_its_own_sum():
+    checks = one_copied(Answered({(SOURCE, 3): 77, (TARGET, 5): 77}), [], sealed_as=HASHES[2])
+    assert (checks.of(TARGET, 5, 9).block_hash, checks.of(TARGET, 5, 9).came_ms) == (HASHES[2], None)

@@ -229,3 +229,14 @@ def test_only_blocks_of_the_memory_that_the_first_portion_reads_follow_it():
 
     assert follows(PREFILL, PREFILL)
     assert not follows(PREFILL, 5)
+
+
+@pytest.mark.parametrize(("names", "got"), [("aab", "a"), ("aba", "ab"), ("aabbcc", "a")])
+def test_a_block_that_is_named_twice_comes_once_and_harms_nobody(pair, names, got):
+    hashes = [PROMPT[NAMES.index(name)] for name in names]
+    acquire(pair, hashes)
+    while pair.copies:
+        pair.copied()
+    (acquired,) = answers(pair, FRONT, wire.Acquired)
+    assert content(pair, acquired) == list(got), "the longest prefix that is one prompt"
+    is_clean(pair)

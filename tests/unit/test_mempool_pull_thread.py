@@ -88,3 +88,11 @@ def test_a_loop_that_computes_gives_way_to_it_at_once_and_as_by_default_when_it_
     assert before_s > 10 * mover_thread.SWITCH_S
     made.close()
     assert sys.getswitchinterval() == pytest.approx(before_s)
+
+
+def test_beside_a_large_copy_it_looks_seldom_and_beside_a_small_one_all_the_time(thread):
+    assert thread._nap_s(1.0) is None, "nothing is under way"
+    thread._watched.append(Pull())
+    naps = [thread._nap_s(waited_s) for waited_s in (0.0, 0.0002, 0.0004, 0.003, 1.0)]
+    thread._watched.clear()
+    assert naps == pytest.approx([0.0, 0.0, mover_thread.MIN_LOOK_S, 0.0003, mover_thread.MAX_LOOK_S])

@@ -123,16 +123,16 @@ class SlowDriver(Driver):
         return event in self.over
 
 
-def three_sets():
+def three_sets(**how):
     driver = SlowDriver()
-    stream = PageStream(driver, lanes=1)
+    stream = PageStream(driver, lanes=1, **how)
     tickets = [submitted(stream, 4) for _ in range(3)]
     return driver, tickets, [ticket.events[0] for ticket in tickets]
 
 
 def test_as_long_as_the_first_set_runs_the_driver_is_asked_about_that_one_alone(monkeypatch):
     monkeypatch.setattr(page_stream, "ASKED_S", 60.0)
-    driver, tickets, events = three_sets()
+    driver, tickets, events = three_sets(keeps_context=True)
     bound = driver.bound
     for _ in range(5):
         assert not any(ticket.done() for ticket in tickets)
@@ -152,6 +152,7 @@ def test_a_set_behind_one_that_nobody_asks_for_any_more_is_seen_to_end(monkeypat
     while not tickets[2].done():
         assert len(driver.asked) < 10
     assert tickets[0].events == tickets[1].events == []
+    assert [ticket.before for ticket in tickets] == [None] * 3, "each would keep those before it"
 
 
 def test_a_set_behind_one_that_failed_has_an_end_of_its_own(monkeypatch):
@@ -166,12 +167,12 @@ def test_a_set_behind_one_that_failed_has_an_end_of_its_own(monkeypatch):
     assert not tickets[2].done()
 
 
-def test_a_thread_that_asks_for_the_first_time_binds_a_context():
-    driver, tickets, events = three_sets()
+@pytest.mark.parametrize(("keeps_context", "times"), [(True, 1), (False, 3)])
+def test_a_thread_that_gives_its_context_back_is_given_one_each_time_it_asks(keeps_context, times):
+    driver, tickets, _ = three_sets(keeps_context=keeps_context)
     tickets[0].done()
     bound = driver.bound
-    driver.over.add(events[0])
-    thread = threading.Thread(target=tickets[0].done)
+    thread = threading.Thread(target=lambda: [tickets[0].done() for _ in range(3)])
     thread.start()
     thread.join()
-    assert driver.bound == bound + 1
+    assert driver.bound == bound + times

@@ -144,8 +144,9 @@ class Pulls:
     def _expected_no_more(self, pull: Pull, hashes: Sequence[BlockHash]) -> None:
         """By the names under which they were: a block that was condemned meanwhile has another one."""
         there = self._arriving.get(pull.pool.number, {})
-        for block_hash in [h for h in hashes if there.get(h) is pull]:
-            del there[block_hash]
+        for block_hash in hashes:  # one may be named twice
+            if there.get(block_hash) is pull:
+                del there[block_hash]
         if not there:
             self._arriving.pop(pull.pool.number, None)
 
