@@ -59,6 +59,7 @@ MEASURES = {  # result name: module
     "h200x2-producer-cost": "loadtest.bench_producer_cost",
     "h200x2-burst": "loadtest.bench_burst",
     "h200x2-context-reload": "loadtest.bench_context_reload",
+    "reload-host": "loadtest.bench_reload_host",
     "h200x2-long-prompt": "loadtest.bench_long_prompt",
     "h200x2-long-prompt-reclaim": "loadtest.bench_long_prompt_reclaim",
 }
