@@ -22,10 +22,8 @@ from shared.vital_thread import start_vital
 # 8B model takes 0.7 ms for 1K tokens)
 MIN_NAP_S, MAX_NAP_S = 0.0001, 0.002
 SPIN_S = 0.0003  # after the last start: 100 MB between two GPUs
-MIN_LOOK_S, MAX_LOOK_S = (
-    0.0001,
-    0.0005,
-)  # between looks at a pull after that: a tenth of the time waited, within these
+# between looks at a pull after that: a tenth of the time waited, within these
+MIN_LOOK_S, MAX_LOOK_S = 0.0001, 0.0005
 JOIN_S = 5.0
 SWITCH_S = 0.0001
 

@@ -102,11 +102,16 @@ def test_parked_requests_of_a_killed_lender_go_on_from_host_memory_with_stocks_t
 def test_parked_requests_of_a_killed_lender_whose_blocks_are_lost_are_computed_again_with_stocks_tokens(
     stock,
 ):
-    """The engine stands still meanwhile: else it may have taken its blocks before they are lost, as chance has it."""
-    found = crowd_of_a_killed_lender(lent_ones_are_nowhere_else, 0, "tests.support.fair_run")
-    assert_stocks(found, stock)
-    assert found["status"]["counters"]["lending_blocks_dropped"] > 0
-    counts = found["cfs"]["counts_again"]
+    """The engine stands still meanwhile: else it may have taken its blocks before they are lost, as chance has it.
+    Again where all that lay there was shared with a request that ran, and so was in the engine's memory, too.
+    """
+    for _ in range(MAX_RUNS):
+        found = crowd_of_a_killed_lender(lent_ones_are_nowhere_else, 0, "tests.support.fair_run")
+        assert_stocks(found, stock)
+        assert found["status"]["counters"]["lending_blocks_dropped"] > 0
+        counts = found["cfs"]["counts_again"]
+        if counts["swap_blocks_lost"]:
+            break
     assert counts["swap_blocks_lost"] > 0, counts
     assert counts["recomputed_tokens"] > 0, counts
 
