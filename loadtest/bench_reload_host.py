@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.registry import RESULTS
-from loadtest.reload_host_rig import PAGE_BYTES, Reload, TimedDriver
+from loadtest.reload_host_rig import LANES, PAGE_BYTES, Reload, TimedDriver
 from loadtest.results import Metrics, Samples, quantile, write_result
 from services.mempool.mover_thread import PullThread
 from shared.transfer.page_stream import PageStream
@@ -30,7 +30,6 @@ CLAIM = (
 )
 BYTES_PER_S = 395e9  # of plain copies between two H200s (h200x2-context-reload.json)
 CALL_US, PAGE_US = 1.0, 0.8  # of a driver's call, and of a page in a batch (decision 0039)
-LANES = 4
 SLOWER = (1.0, 2.0, 3.0)
 
 

@@ -13,24 +13,19 @@ import numpy as np
 
 from services.mempool.core.actions import Action, CopyPages, PoolLimits, Send
 from services.mempool.core.mempool import Mempool
+from services.mempool.mover_engines import LANES
 from services.mempool.mover_thread import PullThread
 from shared.ids import BlockHash, Epoch, InstanceId
 from shared.kernels.copy_pages.copies import U64, Order
 from shared.kv.layout import EngineDescription
 from shared.kv.words import u32_bytes, u32_list, u64_bytes, u64_list
+from shared.mempool.give_parts import give_parts
 from shared.transfer.interface import Moved, PathName
 from shared.transfer.page_stream import PageStream, PageTicket
 from shared.transfer.transfer_job import DrivenFuture
 from shared.wire import mempool as wire
 
 BLOCK_TOKENS, PAGE_BYTES = 64, 8 << 20  # of an 8B shape
-LANES = 4  # as services/mempool/mover_engines.py has them
-GIVEN_AT_ONCE = (
-    32,
-    64,
-    128,
-    256,
-)  # pages of a GiveBack, the last number again and again: shared/engine/page_pool.py
 SEED = BlockHash(b"\0" * 32)
 TARGET, SOURCE, FRONT = 1, 2, 3  # connections
 RANKS = 100  # and of their ranks
@@ -195,10 +190,9 @@ class Reload:
 
     def _answers(self) -> Iterable[wire.GiveBack]:
         """What the engine says to Shrink."""
-        stock, sizes = self._granted[TARGET], list(GIVEN_AT_ONCE)
-        while self._asked:
-            count = min(self._asked, sizes.pop(0) if len(sizes) > 1 else sizes[0])
-            part, stock, self._asked = stock[:count], stock[count:], self._asked - count
+        stock = self._granted[TARGET]
+        for count in give_parts(self._asked):
+            part, stock = stock[:count], stock[count:]
             yield wire.GiveBack(**_named(part), answers=count)
 
     def _slowly(self, call: Callable[[], list[Action]]) -> list[Action]:

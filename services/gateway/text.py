@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate
@@ -18,6 +17,7 @@ from services.gateway.word_ids import words_of
 from shared.errors import InvalidRequest, PromptTooLong, SettingsError
 from shared.kv import model_files
 from shared.kv.block_hash import pack_tokens
+from shared.kv.packed_ids import largest_id
 from shared.observe.log import get_logger
 
 # New text of this length takes 0.2 ms on one core of a laptop, a thread's round trip 0.03 to 0.25 ms.
@@ -26,7 +26,6 @@ INLINE_TOKENS = 1024  # decoded or named in 0.4 ms
 CACHE_BYTES = 32 << 20
 THREADS = 1
 NORMALIZER_SHRINKS = 4  # at most, in characters
-_ID = np.dtype("<u4")  # as pack_tokens() writes it
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _log = get_logger("gateway.text")
@@ -175,7 +174,7 @@ class ModelText:
             packed = pack_tokens(token_ids)  # which refuses negative ones
         except OverflowError:
             packed = b""
-        if token_ids and not (packed and int(np.frombuffer(packed, _ID).max()) < self.vocab_size):
+        if token_ids and not (packed and largest_id(packed) < self.vocab_size):
             raise InvalidRequest(
                 f"Invalid value for '{param}': token ids are 0 to {self.vocab_size - 1}.", param=param
             )

@@ -42,9 +42,8 @@ class EarlyStream:
     """
 
     def __init__(self, make: Callable[[], AsyncGenerator[RequestOutput, None]]) -> None:
-        self._make = make
         self._stream: AsyncGenerator[RequestOutput, None] | None = None
-        self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(self._begun())
+        self._first: asyncio.Future[RequestOutput] | None = asyncio.ensure_future(self._begun(make))
         self.sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_first(self, callback: Callable[[], Any]) -> None:
@@ -52,8 +51,8 @@ class EarlyStream:
         assert self._first is not None
         self._first.add_done_callback(lambda _: callback())
 
-    async def _begun(self) -> RequestOutput:
-        self._stream = self._make()
+    async def _begun(self, make: Callable[[], AsyncGenerator[RequestOutput, None]]) -> RequestOutput:
+        self._stream = make()
         return await anext(self._stream)
 
     async def is_sent(self) -> bool:

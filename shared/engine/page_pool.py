@@ -29,13 +29,11 @@ from shared.engine.page_swaps import FAR, LEASED, SEALED, STOCK, UNKNOWN, WRITIN
 from shared.engine.pool_events import PoolEvents
 from shared.ids import BlockHash, Epoch, PageId
 from shared.kv.words import u32_bytes, u64_bytes
+from shared.mempool.give_parts import give_parts
 from shared.mempool.page_quota import Owned, PageQuota, SealedPage
 from shared.wire.mempool import HeldLease, Holding
 
 EVICT_PART = 256  # blocks that the mempool hears of at once: it takes their pages while the next are dropped
-# empty pages that it hears of at once: so many first, then twice as many each time up to the second number. Copies into
-# these begin while it hears of the next, and take three times as long as that
-FIRST_GIVE_PART, GIVE_PART = 32, 256
 EXPECT_S = 0.02  # the mempool replaces an unpinned page in a fraction of this, if it does at all
 
 
@@ -123,10 +121,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
 
     def _give_back(self, count: int) -> None:
         """Of the stock, as it was asked to."""
-        part_size = min(FIRST_GIVE_PART, GIVE_PART)
-        while count > 0:
-            part, part_size = min(count, part_size), min(2 * part_size, GIVE_PART)
-            count -= part
+        for part in give_parts(count):
             self.quota.give_back(self.give(part), answers=part)
 
     def _vacate(self, pages: list[Owned]) -> None:

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
 from shared.grammar_limits import too_large
 from shared.ids import Epoch
-from shared.kv.packed_ids import PackedIds
+from shared.kv.packed_ids import PackedIds, largest_id
 from shared.wire.requests import (
     LARGEST_WEIGHT,
     LEAST_WEIGHT,
@@ -20,7 +18,6 @@ from shared.wire.requests import (
 )
 
 MAX_INT32 = (1 << 31) - 1
-_TOKEN = np.dtype("<u4")  # as pack_tokens() writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def check_prompt(message: Generate, raw: Sequence[bytes], *, limits: WorkerLimit
     if num_tokens >= limits.max_model_len:
         text = f"a prompt of {num_tokens} tokens leaves no room in a context of {limits.max_model_len}"
         return refusal(PromptTooLong, text)
-    if (largest := int(np.frombuffer(raw[0], _TOKEN).max())) >= limits.vocab_size:  # 1 us per 1,000 tokens
+    if (largest := largest_id(raw[0])) >= limits.vocab_size:
         return refusal(InvalidRequest, f"token id {largest} is not in a vocabulary of {limits.vocab_size}")
     if reason := _unfit(message, num_tokens, limits):
         return refusal(InvalidRequest, reason)

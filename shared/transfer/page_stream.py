@@ -107,11 +107,11 @@ class PageStream:
                     self._ask(first)
                 if before.events:
                     return False
-            ticket.before = None
             return self._ask(ticket)
 
     def _ask(self, ticket: "PageTicket") -> bool:
-        """The driver; holds the lock. Raises: CopyFailed."""
+        """The driver; the set before is over. Holds the lock. Raises: CopyFailed."""
+        ticket.before = None
         events, self._asked_s = ticket.events, time.monotonic()
         try:
             # an event can be asked for from any context, but from none it cannot
@@ -126,9 +126,7 @@ class PageStream:
             events.clear()
             raise
         finally:
-            if not events:
-                self._num_pending -= 1
-                ticket.before = None
+            self._num_pending -= not events
         return not events
 
     def _idle(self, events: list[int]) -> bool:

@@ -15,6 +15,7 @@ from shared.engine.page_pool import PageBlockPool
 from shared.engine.page_swaps import LEASED, SEALED, STOCK, UNKNOWN
 from shared.ids import BlockHash
 from shared.kv.words import u32_list
+from shared.mempool import give_parts
 
 NUM_BLOCKS, BLOCK_TOKENS = 64, 32
 HASHES = [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(8)]
@@ -163,8 +164,8 @@ def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, 
 
 
 def test_the_mempool_hears_of_empty_pages_in_parts_and_fills_the_first_meanwhile(pool, monkeypatch):
-    monkeypatch.setattr(page_pool, "FIRST_GIVE_PART", 2)
-    monkeypatch.setattr(page_pool, "GIVE_PART", 3)
+    monkeypatch.setattr(give_parts, "FIRST_PART", 2)
+    monkeypatch.setattr(give_parts, "LARGEST_PART", 3)
     in_stock(pool, 8)
     pool.quota.shrink = 7
     pool.absorb()
