@@ -16,9 +16,10 @@ from typing import Any
 
 import msgspec
 
+from loadtest import burst_plan
 from loadtest.profiler.core.profile import BURSTS, CHUNK_TOKENS, Profile, Settings, Slo
 from loadtest.profiler.core.search import SearchLimits
-from loadtest.profiler.requests import SHAREGPT, of_workload
+from loadtest.profiler.requests import SHAREGPT, Lengths, of_workload
 from loadtest.profiler.runner import Profiler
 from loadtest.profiler.simulated import SimulatedRunner, machine_of
 from loadtest.registry import RESULTS, ROOT
@@ -47,6 +48,7 @@ class Case:
     chunk_tokens: int = CHUNK_TOKENS
     bursts: tuple[float, ...] = ()
     is_tight: bool = False
+    workload: str = SHAREGPT
 
 
 CASES = (
@@ -58,6 +60,7 @@ CASES = (
     Case("h100_median", "h100", ttft_share=0.5),
     Case("a100", "a100"),
     Case("a100_median", "a100", ttft_share=0.5),
+    Case("h200_chunk8192_arxiv", "h200", chunk_tokens=8_192, workload="arxiv"),
 )
 
 
@@ -75,6 +78,13 @@ def metrics_from_samples(samples: Samples) -> Metrics:
     return out
 
 
+def lengths_of(case: Case, seed: int) -> Lengths:
+    """arXiv-like ones are the burst's own (burst_plan.py)."""
+    if case.workload == SHAREGPT:
+        return of_workload(SHAREGPT, seed=seed, context_tokens=CONTEXT_TOKENS)
+    return burst_plan.lengths(case.workload, 1.0, CONTEXT_TOKENS)
+
+
 def profile_of(case: Case, options: argparse.Namespace, memory_tokens: int) -> Profile:
     """Args: memory_tokens: 0: what the data sheet leaves."""
     settings = Settings(
@@ -85,12 +95,12 @@ def profile_of(case: Case, options: argparse.Namespace, memory_tokens: int) -> P
         seconds=options.seconds,
         least_requests=options.requests,
         seed=options.seed,
-        lengths=SHAREGPT,
+        lengths=case.workload,
     )
     found = machine_of(case.gpu, MODEL, 1, chunk_tokens=settings.chunk_tokens)
     found = replace(found, memory_tokens=memory_tokens or found.memory_tokens)
     runner = SimulatedRunner(found, model=MODEL, tp=1, chunk_tokens=settings.chunk_tokens)
-    lengths = of_workload(SHAREGPT, seed=options.seed, context_tokens=CONTEXT_TOKENS)
+    lengths = lengths_of(case, options.seed)
     return Profiler(
         runner,
         lengths,

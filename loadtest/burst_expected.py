@@ -28,7 +28,6 @@ from shared.wire.cost import CostCoefficients
 
 BLOCK_TOKENS = 32  # of an engine's page
 # no profile has it: the simulator keeps a first token under 0.4 s at this rate, and holds so many bytes
-ARXIV = Stable("arxiv", 2.0, 22_120_497_152, "assumed")
 
 
 def prices_of(steps: str, slots: int) -> ModelPrices:
@@ -55,8 +54,6 @@ def rules_of(changes: dict[str, float]) -> FairRules:
 
 def stable_of(workload: str) -> Stable:
     """What the bench took for it on GPUs. Raises: OSError; StopIteration for others."""
-    if workload == ARXIV.workload:
-        return ARXIV
     rows = load_result(RESULTS / "h200x2-burst.json")["samples"]
     row = next(row for row in rows if (row["kind"], row["workload"]) == ("stable", workload))
     return Stable(workload, row["rate_per_s"], row["peak_kv_bytes"], row["source"])

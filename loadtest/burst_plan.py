@@ -39,7 +39,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of the options, by device
 # rate and bytes at most on two cores
 CPU_STABLE = {"sharegpt": (5.0, 18 << 20), "arxiv": (2.0, 18 << 20)}
 # file and case of the stable rate on a GPU
-PROFILE = {"sharegpt": "simulated-profile.json:h200_chunk8192"}
+PROFILE = {
+    "sharegpt": "simulated-profile.json:h200_chunk8192",
+    "arxiv": "simulated-profile.json:h200_chunk8192_arxiv",
+}
 
 
 @dataclass(frozen=True, slots=True)
