@@ -38,8 +38,9 @@ HELP_FLAGS = {"--help", "-h"}
 SECTIONS = ("cluster", "gateway", "scheduler", "coordinator", "mempool", "keeper", "worker")
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+def nearest(key: str, known: Sequence[str]) -> str:
+    """What to say behind an unknown name: one that is like it, else all."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
@@ -52,8 +53,10 @@ def read_toml(path: Path) -> dict[str, dict[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: {error}") from error
     for section, body in data.items():
+        if section not in SECTIONS and not isinstance(body, dict):
+            raise SettingsError(f"{path}: key {section!r} is in no section; sections: {', '.join(SECTIONS)}")
         if section not in SECTIONS:
-            raise SettingsError(f"{path}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+            raise SettingsError(f"{path}: unknown section [{section}]{nearest(section, SECTIONS)}")
         if not isinstance(body, dict):
             raise SettingsError(f"{path}: {section!r} must be a [section]")
     return data
@@ -70,9 +73,7 @@ def parse_flags(argv: Sequence[str], known: Sequence[str]) -> dict[str, str]:
         key, sep, value = word[2:].partition("=")
         key = key.replace("-", "_")
         if key not in known:
-            raise SettingsError(
-                f"unknown flag {word.split('=')[0]!r}{_nearest(key, known)}".replace("_", "-")
-            )
+            raise SettingsError(f"unknown flag {word.split('=')[0]!r}{nearest(key, known)}".replace("_", "-"))
         if not sep:
             if not rest:
                 raise SettingsError(f"flag {word!r} needs a value")
@@ -145,7 +146,7 @@ def load(
     if toml_path is not None:
         for key, value in read_toml(toml_path).get(section, {}).items():
             if key not in known:
-                raise SettingsError(f"{toml_path}: unknown key [{section}] {key}{_nearest(key, known)}")
+                raise SettingsError(f"{toml_path}: unknown key [{section}] {key}{nearest(key, known)}")
             values[key] = value
     prefix = f"QUIRE_{section.upper()}_"
     for name, value in env.items():
@@ -153,7 +154,7 @@ def load(
             key = name.removeprefix(prefix).lower()
             if key not in known:
                 variables = [prefix + each.upper() for each in known]
-                raise SettingsError(f"unknown variable {name}{_nearest(name, variables)}")
+                raise SettingsError(f"unknown variable {name}{nearest(name, variables)}")
             values[key] = _listed(cls, key, value)
     for key, value in parse_flags(argv, known).items():
         values[key] = _listed(cls, key, value)

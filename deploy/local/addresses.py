@@ -80,14 +80,20 @@ def gateway_of(status: Mapping[str, Any]) -> str:
 
 def check_url(name: str, url: str, example: str) -> None:
     """Of a server. Raises: SettingsError on what no client could connect to, whoever listens."""
+    if not _is_url(url):
+        typed = f"http://{url}"
+        raise SettingsError(
+            f"{name} {url!r} is no address of a server; try {typed if _is_url(typed) else example}"
+        )
+
+
+def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")
-        good = bool(host) and parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable()
+        return bool(host) and parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable()
     except ValueError:  # no port, or no name of a host
-        good = False
-    if not good:
-        raise SettingsError(f"{name} {url!r} is no address of a server; try {example}")
+        return False
 
 
 def in_url(host: str) -> str:

@@ -188,7 +188,7 @@ link_project() {
   printf '%s\n' "$root" >"$site/quire.pth.$$"
   mv -f "$site/quire.pth.$$" "$site/quire.pth"
   # without bytecode, where the environment forbids it, every start would compile vLLM anew (14 CPU-seconds)
-  printf '#!/bin/sh\nunset PYTHONDONTWRITEBYTECODE\nexec "%s" -P -m deploy.local.cli "$@"\n' "$venv/bin/python" >"$venv/bin/quire.$$"
+  printf '#!/bin/sh\nunset PYTHONDONTWRITEBYTECODE\n_QUIRE_TYPED=$0 exec "%s" -P -m deploy.local "$@"\n' "$venv/bin/python" >"$venv/bin/quire.$$"
   chmod 755 "$venv/bin/quire.$$"
   mv -f "$venv/bin/quire.$$" "$venv/bin/quire"
 }

@@ -1,6 +1,7 @@
 """The `quire` command. One module per command; this one only wires them and turns errors into exit codes."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -32,6 +33,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def _whole(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=cmd_version.on_flag, is_eager=True, help="As `quire version`."
+        ),
+    ] = False,
+) -> None:
+    del show_version
+
+
 for _name, _command in (
     ("up", cmd_up.up),
     ("down", cmd_down.down),

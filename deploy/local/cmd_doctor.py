@@ -16,10 +16,13 @@ MARKS = {Verdict.OK: "[green]ok  [/]", Verdict.WARN: "[yellow]warn[/]", Verdict.
 
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not import vLLM, which takes 10 s.")] = False,
+    port: Annotated[int, typer.Option(help="Of the cluster that is meant, as `quire up --port`.")] = -1,
+    base_port: Annotated[int, typer.Option(help="The same.")] = -1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array, for scripts.")] = False,
 ) -> None:
     """Check this machine for what `quire up` needs. Exit code 1: something necessary is missing."""
-    settings = config.load()
+    said = {"--port": port, "--base-port": base_port}
+    settings = config.load([word for key, value in said.items() if value >= 0 for word in (key, str(value))])
     findings: list[Finding] = []
     checks = [*CHECKS, *([] if quick else [check_vllm_import])]
     for check in checks:

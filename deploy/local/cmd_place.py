@@ -26,7 +26,8 @@ TELL_MS = 5_000
 
 def place(
     file: Annotated[
-        Path, typer.Argument(help="TOML or JSON: tables `servers` and `models`, or models' saved profiles.")
+        Path,
+        typer.Argument(help="TOML or JSON: tables `servers` and `models`; docs/memory-market.md has one."),
     ],
     time_limit: Annotated[float, typer.Option(help="Seconds for the search at most.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,

@@ -53,9 +53,12 @@ def _troubles(found: Mapping[str, Any]) -> list[str]:
         problem = "" if first.is_of_key else first.problem
         return joined_troubles(services, found["workers"], joined, problem)
     probes = {service["name"]: service["probe"] for service in services}
-    scheduler = probes.get("scheduler", "").removesuffix("/ready")
+    addresses = {name: probe.removesuffix("/ready") for name, probe in probes.items()}
     coordinators = {name: get_json(probes[name]) for name in COORDINATORS if name in probes}
-    return troubles(services, get_json(scheduler + "/status") if scheduler else None, coordinators)
+    scheduler = get_json(addresses["scheduler"] + "/status") if "scheduler" in addresses else None
+    asked = {"scheduler": scheduler, "mempool": found["mempool"]}
+    asked |= {name: get_json(at + "/health") for name, at in addresses.items() if name.startswith("gateway-")}
+    return troubles(services, scheduler, coordinators, [name for name, said in asked.items() if said is None])
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -4,9 +4,18 @@ import platform
 import tomllib
 from importlib import metadata
 
+import typer
+
 from deploy.local.config import REPO
 from deploy.local.plan import installed_vllm
 from deploy.local.terminal import out
+
+
+def on_flag(wanted: bool) -> None:
+    """Of `quire --version`."""
+    if wanted:
+        version()
+        raise typer.Exit
 
 
 def version() -> None:

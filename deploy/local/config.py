@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -165,12 +166,24 @@ def section_keys(section: str) -> list[str]:
 
 
 def cluster_key(name: str) -> str:
-    """`port` or `cluster.port` -> `port`. Raises: SettingsError for a service's own, with the variable that sets it."""
+    """`port` or `cluster.port` -> `port`. Raises: SettingsError for an unknown one, and for a
+    service's own, with the variable that sets it.
+    """
     section, dot, key = name.partition(".")
     if dot and section in SECTION_CONFIGS:
         variable = f"QUIRE_{section}_{key}".replace("-", "_").upper()
         raise SettingsError(f"--set {name}: that is a setting of one service; set {variable}")
-    return key if section == "cluster" else name
+    found = key if section == "cluster" else name
+    if found.replace("-", "_") not in cluster_keys():
+        raise SettingsError(
+            f"--set {name}: no such setting of the cluster{settings.nearest(found, cluster_keys())}"
+        )
+    return found
+
+
+def typed_command() -> str:
+    """How this program was started, as far as the installed launcher says it."""
+    return environment().get("_QUIRE_TYPED", sys.argv[0])
 
 
 def cluster_keys() -> list[str]:

@@ -46,6 +46,11 @@ Entry = TypeVar("Entry", PlacerServer, PlacerModel)
 def read(path: Path, *, time_limit_ms: int) -> PlacementQuestion:
     """The question in a file. Raises: SettingsError that names the file, the entry and what would be right."""
     data = _load(path, " and ".join(TABLES))
+    if all(key in data for key in PROFILE_KEYS):
+        raise SettingsError(
+            f"{path} is one model's profile: name it in a file with [[servers]] and [[models]], "
+            f'as profile = "{path.name}" (docs/memory-market.md has an example)'
+        )
     _known(f"{path}", data, TABLES)
     servers = [
         _entry(path, "servers", n, item, PlacerServer) for n, item in enumerate(_rows(path, data, "servers"))

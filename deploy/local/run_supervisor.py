@@ -120,7 +120,7 @@ def describe(start: Start, made: Plan) -> dict[str, Any]:
         "model_dir": made.model_dir,
         "device": made.device,
         "engine": made.engine,
-        "topology": "colocated" if made.workers[0].role == "colocated" else "disaggregated",
+        "topology": "colocated" if made.workers[0].role == "colocated" else start.settings.topology,
         "host_memory": host_memory.said(start.settings, made.device),
         "traces": traces,
         "trace_endpoint": start.settings.trace_endpoint,

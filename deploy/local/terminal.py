@@ -71,7 +71,7 @@ def os_error_text(error: OSError) -> str:
 
 def program() -> str:
     """`quire`, or its path as it was typed where the shell would not find the name: hints are there to be copied."""
-    typed = Path(sys.argv[0])
+    typed = Path(config.typed_command())
     return str(typed) if typed.name == "quire" and shutil.which("quire") is None else "quire"
 
 

@@ -1,6 +1,6 @@
 """What the services' probes do not see: each one answers, and the cluster does not serve as it should."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 WORKERS = ("prefill-", "decode-", "colocated-")
@@ -8,14 +8,22 @@ Answer = Mapping[str, Any] | None
 
 
 def troubles(
-    services: list[dict[str, Any]], scheduler: Answer, coordinators: Mapping[str, Answer]
+    services: list[dict[str, Any]],
+    scheduler: Answer,
+    coordinators: Mapping[str, Answer],
+    silent: Sequence[str] = (),
 ) -> list[str]:
     """A line each, for an operator.
 
     Args: services: of the supervisor's status; scheduler: its /status, None where none runs here or answers;
-    coordinators: each one's /ready by its service, None as above.
+    coordinators: each one's /ready by its service, None as above; silent: services that were asked just now in vain.
     """
     out = [
+        f"{service['name']} does not answer"
+        for service in services
+        if service["name"] in silent and (service["state"], service["health"]) == ("ready", "ok")
+    ]
+    out += [
         f"{name} does not lead: {said.get('problem') or 'it does not say why'}"
         for name, said in coordinators.items()
         if said is not None and said.get("role") == "unknown"

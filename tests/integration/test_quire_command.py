@@ -74,7 +74,7 @@ def test_without_a_cluster_commands_say_so_by_exit_code(quire):
 
 def test_wrong_usage_is_exit_code_two(quire):
     assert "No such command" in quire("upp", code=2).stderr
-    assert "did you mean 'num-decode'" in quire("up", "--set", "num_decod=1", code=2).stderr
+    assert "did you mean 'num_decode'" in quire("up", "--set", "num_decod=1", code=2).stderr
     assert "QUIRE_REDIS_URL" in quire("up", env={"QUIRE_REDIS_ULR": "x"}, code=2).stderr
     assert "cluster.port" in quire("up", env={"QUIRE_GATEWAY_LISTEN": "127.0.0.1:1"}, code=2).stderr
     assert "no folder" in quire("up", "--model", "./none", code=2).stderr

@@ -130,6 +130,17 @@ def test_a_profile_is_found_without_its_suffix_whatever_its_name(tmp_path, file,
     assert [one.model for one in read.models] == ["opt-1.3b"]
 
 
+def test_a_profile_alone_is_said_to_belong_into_a_file_and_the_documented_file_works(tmp_path):
+    (tmp_path / "opt.json").write_text(json.dumps(PROFILE))
+    with pytest.raises(SettingsError, match=r"one model's profile: name it .* profile = \"opt.json\""):
+        placement_file.read(tmp_path / "opt.json", time_limit_ms=1)
+    (tmp_path / "file.toml").write_text(
+        (ROOT / "docs/memory-market.md").read_text().split("```toml\n")[1].split("```")[0]
+    )
+    read = placement_file.read(tmp_path / "file.toml", time_limit_ms=1)
+    assert [(one.model, one.count) for one in read.models] == [("llama-8b", 3), ("opt-1.3b", 2)]
+
+
 OPTIONS = (
     "seconds", "burst-s", "scale", "max-rate", "step", "slo-ttft-ms", "slo-tbt-ms", "ttft-share", "swap-gb-per-s",
     "max-lag-ms",
@@ -179,7 +190,7 @@ def test_the_installed_command_is_there_while_make_links_it_again(tmp_path):
     """Others use it meanwhile."""
     script = (ROOT / "deploy/local/bootstrap.sh").read_text()
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(f"#!/bin/sh\necho {tmp_path}\n")
+    (tmp_path / "bin" / "python").write_text(f"#!/bin/sh\necho {tmp_path}$_QUIRE_TYPED\n")
     (tmp_path / "bin" / "python").chmod(0o755)
     quire, path_file = tmp_path / "bin" / "quire", tmp_path / "quire.pth"
     look = f"{{ [[ -x {quire} && -s {path_file} ]] || echo missing; }}"
@@ -188,7 +199,9 @@ def test_the_installed_command_is_there_while_make_links_it_again(tmp_path):
     script += "link_project\n"
     done = subprocess.run(["bash", "-c", script, "bootstrap.sh"], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert quire.read_text().endswith('-m deploy.local.cli "$@"\n')
+    assert quire.read_text().endswith('-m deploy.local "$@"\n')
+    done = subprocess.run(["./bin/quire"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"{tmp_path}./bin/quire\n"  # as it was typed, for hints
     assert path_file.read_text() == f"{ROOT}\n"
     assert sorted(each.name for each in tmp_path.rglob("quire*")) == ["quire", "quire.pth"]
 

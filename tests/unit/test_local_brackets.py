@@ -32,7 +32,7 @@ def test_what_status_says(capsys, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_doctor_finds(capsys, monkeypatch, name):
-    monkeypatch.setattr(config, "load", lambda: None)
+    monkeypatch.setattr(config, "load", lambda _: None)
     monkeypatch.setattr(cmd_doctor, "CHECKS", [lambda _: Finding("disk", Verdict.OK, f"room in {name}")])
     with pytest.raises(SystemExit):
         cmd_doctor.doctor(quick=True)

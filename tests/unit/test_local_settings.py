@@ -302,7 +302,8 @@ def test_a_models_download_trusts_whom_the_system_trusts(monkeypatch, tmp_path, 
 
 
 def test_a_hint_names_the_command_as_the_shell_finds_it(monkeypatch):
-    monkeypatch.setattr("sys.argv", [".venv/bin/quire", "up"])
+    monkeypatch.setattr("sys.argv", ["/home/me/quire/deploy/local/__main__.py", "up"])
+    monkeypatch.setenv("_QUIRE_TYPED", ".venv/bin/quire")  # the launcher's
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert terminal.program() == ".venv/bin/quire"
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/quire")

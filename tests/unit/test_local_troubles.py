@@ -52,6 +52,12 @@ def test_what_is_not_ready_or_does_not_answer_is_said_elsewhere():
     assert troubles(SERVICES, None, {}) == []
 
 
+def test_a_service_that_does_not_answer_is_said_before_its_probe_fails():
+    hung = {"name": "mempool", "state": "ready", "health": "ok"}
+    ends = hung | {"name": "gateway-0", "state": "stopping"}
+    assert troubles([hung, ends], None, {}, ["mempool", "gateway-0"]) == ["mempool does not answer"]
+
+
 def test_a_coordinator_that_does_not_lead_says_why():
     said = {"ready": True, "role": "unknown", "problem": "WRONGTYPE Operation against a key"}
     assert troubles([], None, {"coordinator": said}) == [

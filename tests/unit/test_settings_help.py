@@ -5,6 +5,7 @@ import importlib
 import msgspec
 import pytest
 
+from deploy.local import config
 from deploy.local.config import section_struct
 from shared import settings
 from shared.errors import SettingsError
@@ -57,3 +58,12 @@ def test_help_shows_values_as_flags_take_them():
 def test_settings_of_no_program_of_their_own_have_no_help():
     with pytest.raises(SettingsError, match="unknown flag '--help'"):
         settings.load(Kinds, "worker", ["--help"], environ={})
+
+
+def test_names_that_are_like_nothing_get_no_guess_and_a_key_outside_of_sections_is_said(tmp_path):
+    (tmp_path / "a.toml").write_text("port = 1\n")
+    with pytest.raises(SettingsError, match="key 'port' is in no section"):
+        settings.read_toml(tmp_path / "a.toml")
+    assert "did you mean" not in settings.nearest("old_key", ["api_keys", "port"])
+    with pytest.raises(SettingsError, match="--set foo: no such setting of the cluster; known: address"):
+        config.cluster_key("foo")
