@@ -17,6 +17,9 @@ class Spec:
     start_timeout_ms: int = 60_000
     stop_grace_ms: int = 2_000
     drain_ms: int = 0  # before that grace, for what it says is under way
+    silent_ms: int | None = (
+        None  # ready and without an answer for this long it is killed; None: as the rules say
+    )
 
     @property
     def holds(self) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ ROWS: dict[str, Row] = {
 }
 ZYGOTE = "engine-zygote"
 ZYGOTE_START_TIMEOUT_MS = 240_000
+SCHEDULER_SILENT_MS = 8_000
 AWAIT_MODELS = ("prefill", "decode", "gateway", ZYGOTE)  # ready only once a model is loaded, or vLLM imported
 
 
@@ -122,6 +123,7 @@ class Service:
     stop_grace_ms: int = 2_000
     drain_ms: int = 0  # before it, by the service's own setting
     served_by: tuple[str, ...] = ()  # stopped only behind it
+    silent_ms: int | None = None  # None: as the supervisor's rules say
 
     @property
     def spec(self) -> Spec:
@@ -134,6 +136,7 @@ class Service:
             stop_grace_ms=self.stop_grace_ms,
             drain_ms=self.drain_ms,
             served_by=self.served_by,
+            silent_ms=self.silent_ms,
         )
 
 
@@ -303,7 +306,9 @@ def _scheduler(plan: Plan) -> Service:
     )
     probe = Probe("http", port=ports.scheduler_admin)
     admin = (ports.scheduler_admin,)
-    return _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=admin, shared=ports.reports)
+    found = _service(plan, "scheduler", "scheduler", flags, probe=probe, listens=admin, shared=ports.reports)
+    # nothing is served meanwhile, and its successor knows within a second what it knew
+    return replace(found, silent_ms=SCHEDULER_SILENT_MS)
 
 
 def _keeper_socket(plan: Plan) -> str:

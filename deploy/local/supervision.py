@@ -49,7 +49,9 @@ class Rules:
     stable_ms: int = 10_000  # ready for this long forgives earlier failures
     max_start_failures: int = 3  # of one service, before the whole cluster was ready once
     crash_loop_failures: int = 5  # consecutive ones, after that
-    silent_ms: int = 30_000  # a ready service that answers no probe for this long is killed
+    silent_ms: int = (
+        30_000  # a ready service that answers no probe for this long is killed; a spec may say less
+    )
     busy_silent_ms: int = 10_000  # so is one that was told to end, and had something under way
 
 
@@ -132,7 +134,7 @@ class Supervision:
         """When tick() is due, LOOK_MS after the last event at the latest; None: only events matter."""
         times = [e.deadline_ms for e in self.entries.values() if e.deadline_ms is not None]
         times += [
-            e.answered_ms + self.rules.silent_ms
+            e.answered_ms + self._silent_ms(e)
             for e in self.entries.values()
             if e.state is State.READY and not self._is_spared(e)
         ]
@@ -232,7 +234,7 @@ class Supervision:
                 actions += self._kill(entry, now_ms)
             elif self._is_silent(entry, now_ms) and not self._is_spared(entry):
                 entry.answered_ms, entry.is_killed = now_ms, True
-                text = f"answered no probe for {self.rules.silent_ms // 1000} s; killed"
+                text = f"answered no probe for {self._silent_ms(entry) // 1000} s; killed"
                 actions += [Notice("unresponsive", name, text), Signal(name, SIGKILL)]
         return actions + self._spawn_waiting(now_ms)
 
@@ -329,7 +331,10 @@ class Supervision:
         )
 
     def _is_silent(self, entry: Entry, now_ms: int) -> bool:
-        return entry.state is State.READY and now_ms - entry.answered_ms >= self.rules.silent_ms
+        return entry.state is State.READY and now_ms - entry.answered_ms >= self._silent_ms(entry)
+
+    def _silent_ms(self, entry: Entry) -> int:
+        return self.rules.silent_ms if entry.spec.silent_ms is None else entry.spec.silent_ms
 
     def _is_spared(self, entry: Entry) -> bool:
         """Its end would be that of others, which all serve: they need it at the next start, and no sooner."""

@@ -243,6 +243,12 @@ def test_a_silent_service_is_killed_and_an_unready_one_is_left_alone():
     assert signals(cluster.tick(1000)) == [("redis", SIGKILL)]
 
 
+def test_a_service_may_have_less_patience_than_others():
+    cluster = Cluster([replace(REDIS, silent_ms=1000), ZYGOTE], rules=Rules(silent_ms=3000)).all_ready()
+    assert signals(cluster.tick(999)) == []
+    assert signals(cluster.tick(1)) == [("redis", SIGKILL)]
+
+
 def test_a_shell_that_stood_still_takes_that_for_nobodys_silence():
     cluster = Cluster(rules=Rules(silent_ms=3000)).all_ready()
     cluster.tick(1000)
