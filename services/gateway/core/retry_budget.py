@@ -12,12 +12,12 @@ class RetryBudget:
     """Over any time: retries <= share * requests + floor_per_s * seconds + burst. One per gateway process.
 
     Args: share: of a retry that each request earns; floor_per_s: earned by time alone; burst: most that is saved, and
-    what there is at the start: the requests of one instance that dies.
+    what there is at the start: as many as one instance may hold (`overload_factor` times its sequences).
     """
 
     share: float = 0.2
     floor_per_s: float = 5.0
-    burst: float = 100.0
+    burst: float = 1_024.0
     num_taken: int = 0
     num_refused: int = 0
     _saved: float = -1.0  # until the first call
