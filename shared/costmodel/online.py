@@ -17,6 +17,7 @@ from shared.costmodel.model import CostModel
 MAX_FACTOR = 4.0
 WINDOW = 31  # ratios whose median counts
 FULL_RATIOS = 9  # with fewer the missing ones count as 1: a first wild one changes nothing
+HALF_LIFE_MS = 60_000.0  # of a ratio's weight: a wrong factor keeps away the requests that would correct it
 NUM_LARGEST = 4  # none counts for more work than the fourth largest: a single one decides nothing
 LEAST_MS = 0.05  # shorter measurements are the clock's
 MAX_WINDOW_REQUESTS = 8  # a busy instance closes a measurement after so many prompts
@@ -42,23 +43,33 @@ class OnlineCorrection:
 
     num_observed: int = 0
     factor: float = 1.0
-    _ratios: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # and their ms
+    # with what was predicted for each, and when it came
+    _ratios: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+    def observe(self, predicted_ms: float, measured_ms: float, now_ms: float = 0.0) -> None:
         """Args: predicted_ms: without the factor. Nonsense (not positive, not finite) is ignored."""
         if not (LEAST_MS <= predicted_ms < 1e9 and LEAST_MS <= measured_ms < 1e9):
             return
         self._errors.append(abs(predicted_ms * self.factor - measured_ms) / measured_ms)
         ratio = min(MAX_FACTOR, max(1 / MAX_FACTOR, measured_ms / predicted_ms))
-        self._ratios.append((log(ratio), predicted_ms))
+        self._ratios.append((log(ratio), predicted_ms, now_ms))
         self.num_observed += 1
-        most_ms = sorted(ms for _, ms in self._ratios)[-NUM_LARGEST:][0]
-        counted = [(value, min(ms, most_ms)) for value, ms in self._ratios]
-        missing = FULL_RATIOS - len(counted)
+        self.age(now_ms)
+
+    def age(self, now_ms: float) -> None:
+        """Time went by: what is old counts for less, and the factor goes back to 1 with the last of it."""
+        if not self._ratios:
+            return
+        most_ms = sorted(ms for _, ms, _ in self._ratios)[-NUM_LARGEST:][0]
+        lives = [0.5 ** (max(0.0, now_ms - at_ms) / HALF_LIFE_MS) for _, _, at_ms in self._ratios]
+        counted = [
+            (ratio[0], min(ratio[1], most_ms) * life) for ratio, life in zip(self._ratios, lives, strict=True)
+        ]
+        missing = FULL_RATIOS - sum(lives)
         if missing > 0:
-            counted += [(0.0, fmean(ms for _, ms in counted))] * missing
-        self.factor = exp(weighted_median(counted))
+            counted.append((0.0, fmean(min(ms, most_ms) for _, ms, _ in self._ratios) * missing))
+        self.factor = exp(weighted_median([pair for pair in counted if pair[1] > 0]))
 
     @property
     def error_ratio(self) -> float:

@@ -128,9 +128,15 @@ class WorkerCost:
         correction, shown = self.corrections[kind], self._metrics[kind]
         shown.predicted.inc(predicted_ms * correction.factor)
         shown.actual.inc(measured_ms)
-        correction.observe(predicted_ms, measured_ms)
+        correction.observe(predicted_ms, measured_ms, _now_ms())
         shown.error.set(correction.error_ratio)
         shown.correction.set(correction.factor)
+
+    def age(self) -> None:
+        """Before a report: corrections that nothing confirms any more go."""
+        for kind, correction in self.corrections.items():
+            correction.age(_now_ms())
+            self._metrics[kind].correction.set(correction.factor)
 
     # -- what others ask --------------------------------------------------------------------------------
 

@@ -192,6 +192,7 @@ class SchedulerReports:
             self._soon.cancel()
             self._soon = None
         load = self._load()
+        self._cost.age()
         prefill, decode = (self._cost.corrections[kind] for kind in ("prefill", "decode"))
         report = Report(
             instance=InstanceId(self._settings.instance),

@@ -248,6 +248,21 @@ def test_a_correction_is_the_median_of_clipped_ratios():
     assert correction.num_observed == 49
 
 
+def test_a_correction_that_nothing_confirms_goes_and_one_that_is_confirmed_stays():
+    correction = OnlineCorrection()
+    for now_ms in range(0, 4_000, 100):
+        correction.observe(10.0, 40.0, now_ms)
+    correction.age(60_000)
+    assert correction.factor == pytest.approx(4.0)
+    correction.age(200_000)
+    assert correction.factor == pytest.approx(1.0)
+    correction.age(1e12)
+    assert correction.factor == pytest.approx(1.0)
+    for now_ms in range(300_000, 900_000, 10_000):
+        correction.observe(10.0, 40.0, now_ms)
+    assert correction.factor == pytest.approx(4.0)
+
+
 def test_a_weighted_median_has_half_of_the_weight_on_either_side():
     assert weighted_median([(3.0, 1.0)]) == 3.0
     assert weighted_median([(1.0, 1.0), (9.0, 1.0)]) == 5.0
