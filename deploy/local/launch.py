@@ -17,6 +17,7 @@ from typing import IO, Protocol
 HERE = Path(__file__).resolve().parent
 WRAPPER = (sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"))
 COPY_CHUNK_BYTES = 1 << 20
+GUARD_RETRY_S = 1.0
 # the last line of a traceback, also behind the mark that an engine core puts before its lines; the first of a crash
 ERROR = re.compile(
     r"^(?:\([^)\n]*\) )?(?:(?:ERROR|CRITICAL) .*?\] )?"
@@ -88,22 +89,15 @@ class ExecProcess:
 
 
 class Guard:
-    """The process of guard.py, told which sessions live."""
+    """The process of guard.py, told which sessions live. Its death is seen at once, by the pipe to it.
+
+    Another one learns the whole list; where the kernel refuses it, it is tried every GUARD_RETRY_S. Raises no OSError.
+    """
 
     def __init__(self) -> None:
-        self._process = self._spawn()
         self._leaders: set[int] = set()
-
-    @staticmethod
-    def _spawn() -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(HERE / "guard.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-            start_new_session=True,
-        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._start()
 
     def add(self, pid: int) -> None:
         """This session is ours."""
@@ -117,23 +111,53 @@ class Guard:
 
     def close(self) -> None:
         """End of file: the guard kills what is left, which is nothing after an orderly stop."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=3)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is not None:
+            self._hang_up(self._process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=3)
 
-    def _say(self, line: str) -> None:
+    def _start(self) -> None:
+        self._process = None
+        loop = asyncio.get_running_loop()
+        self._tried_s = loop.time()
         try:
-            stdin = self._process.stdin
-            if stdin is not None:
-                stdin.write(line)
-        except OSError:  # somebody killed the guard: a new one learns the whole list
-            self._process.wait()
-            self._process = self._spawn()
-            stdin = self._process.stdin
-            if stdin is not None:
-                stdin.writelines(f"+{pid}\n" for pid in self._leaders)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(HERE / "guard.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+            if self._process.stdin is not None:
+                loop.add_reader(self._process.stdin, self._lost)
+        except OSError:
+            self._lost()
+        self._say("".join(f"+{pid}\n" for pid in self._leaders))
+
+    def _say(self, lines: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            try:
+                self._process.stdin.write(lines.encode())
+            except OSError:
+                self._lost()
+
+    def _lost(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            self._hang_up(process)
+            process.kill()
+            process.wait()
+        # not at once if it has ended at once, too
+        at_s = self._tried_s + GUARD_RETRY_S
+        self._timer = asyncio.get_running_loop().call_at(at_s, self._start)
+
+    @staticmethod
+    def _hang_up(process: "subprocess.Popen[bytes]") -> None:
+        if process.stdin is not None:
+            asyncio.get_running_loop().remove_reader(process.stdin)
+            process.stdin.close()
 
 
 def open_log(path: Path) -> IO[bytes]:

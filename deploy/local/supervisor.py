@@ -193,7 +193,8 @@ class Supervisor:
         if name == ZYGOTE:
             self._zygote.close()
         if name == REDIS and returncode > 0:
-            self._look_at_journal()
+            with contextlib.suppress(OSError):  # a log that cannot be read just now: at its next end
+                self._look_at_journal()
         self._apply(self._core.on_exit(name, returncode, now_ms=self._now_ms()))
 
     def _look_at_journal(self) -> None:

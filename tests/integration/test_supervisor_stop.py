@@ -1,12 +1,14 @@
 """The supervisor told to stop while something is under way: how it waits, and how it is told not to."""
 
+import os
+import resource
 import signal
 import time
 
 import pytest
 
 from deploy.local.control import ControlClient
-from tests.integration.test_supervisor import LIMIT_S, eventually, run  # noqa: F401 - run is a fixture
+from tests.integration.test_supervisor import LIMIT_S, eventually, guard_of, run  # noqa: F401 - run is a fixture
 
 HOURS_MS = 3_600_000
 
@@ -78,3 +80,19 @@ def test_a_stop_at_once_waits_for_nothing(busy):
     ended(busy)
     assert time.monotonic() - began < 20
     assert "under way" not in (busy.home / "stderr").read_text()
+
+
+def test_a_service_and_the_guard_that_die_while_nothing_can_be_started_are_back_later(run):  # noqa: F811
+    run.add("a").start().wait_ready()
+    old = run.service("a")["pid"]
+    of_files = run.process.pid, resource.RLIMIT_NOFILE
+    soft, hard = resource.prlimit(*of_files)
+    resource.prlimit(*of_files, (3, hard))  # no pipe
+    os.kill(guard_of(run), signal.SIGKILL)
+    os.kill(old, signal.SIGKILL)
+    time.sleep(0.5)
+    resource.prlimit(*of_files, (soft, hard))
+    run.wait_new("a", old)
+    eventually(lambda: guard_of(run), "another guard")
+    run.process.terminate()
+    assert run.process.wait(timeout=LIMIT_S) == 0
