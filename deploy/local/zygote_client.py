@@ -24,13 +24,13 @@ SILENT_PINGS = 2  # not one: if this process stood still, the answer is there, a
 
 
 class ForkedProcess:
-    """A worker forked by the zygote, which reaps it and reports its exit."""
+    """A worker forked by the zygote, which reports its exit and, when asked to, reaps it: its number stays its own."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         try:
             self._pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:  # gone already; the zygote will say so
+        except ProcessLookupError:  # gone, and so is the zygote
             self._pidfd = -1
 
     def send(self, signum: int) -> None:
@@ -126,15 +126,7 @@ class ZygoteClient:
         if self._writer is None or not self.ready:
             self._ended(name, -signal.SIGKILL)
             return
-        message = {
-            "op": "spawn",
-            "name": name,
-            "module": module,
-            "argv": list(argv),
-            "log": str(log),
-            "env": dict(env),
-        }
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._ask(op="spawn", name=name, module=module, argv=list(argv), log=str(log), env=dict(env))
 
     async def health(self, timeout_s: float) -> Health:
         """Whether it would answer a spawn now. One that hangs gets one ping, not one for each time it is looked at."""
@@ -143,9 +135,13 @@ class ZygoteClient:
         if self._pinged is None:
             self._num_pings += 1
             self._pinged = asyncio.get_running_loop().create_future()
-            self._writer.write(json.dumps({"op": "ping", "number": self._num_pings}).encode() + b"\n")
+            self._ask(op="ping", number=self._num_pings)
         answered, _ = await asyncio.wait([self._pinged], timeout=timeout_s)
         return Health.OK if answered else Health.SILENT
+
+    def _ask(self, **message: object) -> None:
+        if self._writer is not None:
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _follow(self) -> None:
         """Connect as soon as the socket is there, then hear events until the connection ends."""
@@ -194,8 +190,9 @@ class ZygoteClient:
         elif kind == "exited":
             child = self._children.get(name)
             if child is not None and child.pid == event["pid"]:  # not a disowned one's
-                kill_group(child.pid)  # what it had started itself
                 self._ended(name, int(str(event["status"])))
+            # now that nobody takes its number for a worker's, nor does the guard
+            self._ask(op="reap", pid=event["pid"])
 
     def _await_word(self, name: str, process: ForkedProcess) -> None:
         task = begin_task(self._end_unsaid(name, process), f"end of {name}")
@@ -208,8 +205,7 @@ class ZygoteClient:
         await asyncio.sleep(EXIT_WAIT_S)
         while self._children.get(name) is process:
             if num_silent >= SILENT_PINGS:
-                # what it had started itself; nobody has reaped it, so the number is still its own
-                kill_group(process.pid)
+                process.send(signal.SIGKILL)  # for what it had started itself
                 self._ended(name, -signal.SIGKILL)
             elif await self.health(EXIT_WAIT_S) is Health.SILENT:
                 num_silent += 1

@@ -5,7 +5,8 @@ Protocol: unix stream socket, one JSON object per line. The supervisor connects 
 {"op":"ping","number":K}, which is answered with {"event":"pong","number":K}. It answers with
 {"event":"ready"} when its imports are done, {"event":"spawned","name":N,"pid":P} and
 {"event":"exited","name":N,"pid":P,"status":S} (S < 0: signal); {"event":"spawn_failed","name":N,"error":E}
-instead of both where the kernel refuses a process. When the connection closes, it kills its children and exits.
+instead of both where the kernel refuses a process. P is reaped at {"op":"reap","pid":P}: a supervisor that stands still
+would else take whoever gets the number for P. When the connection closes, it kills its children and exits.
 The zygote starts no thread, no OpenMP region and no CUDA context: it only forks.
 """
 
@@ -50,7 +51,7 @@ class Zygote:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.children: dict[int, str] = {}
+        self.children: dict[int, str] = {}  # "": its end is told, and it waits to be reaped
         self._buffer = b""
 
     def say(self, **event: Any) -> None:
@@ -71,7 +72,7 @@ class Zygote:
             for key, _ in selector.select():
                 if key.data == "signal":
                     os.read(wake_r, 4096)
-                    self._reap()
+                    self._tell_ends()
                 elif not self._read():
                     return
 
@@ -87,6 +88,9 @@ class Zygote:
                 self._spawn(message)
             elif message.get("op") == "ping":
                 self.say(event="pong", number=message["number"])
+            elif message.get("op") == "reap" and self.children.get(message["pid"]) == "":
+                del self.children[message["pid"]]
+                os.waitpid(message["pid"], 0)
         if len(self._buffer) > MAX_LINE_BYTES:
             raise ValueError("line too long")
         return True
@@ -133,26 +137,28 @@ class Zygote:
             flush_streams()
             os._exit(status)
 
-    def _reap(self) -> None:
-        while self.children:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            name = self.children.pop(pid, None)
-            if name is not None:
-                self.say(event="exited", name=name, pid=pid, status=os.waitstatus_to_exitcode(status))
+    def _tell_ends(self) -> None:
+        for pid, name in self.children.items():
+            if name and (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                _kill_group(pid)  # what it had started itself
+                self.children[pid] = ""
+                status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                self.say(event="exited", name=name, pid=pid, status=status)
 
     def kill_children(self) -> None:
         """SIGKILL and reap every child."""
         for pid in list(self.children):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            _kill_group(pid)
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _log_of(message: dict[str, Any]) -> int:

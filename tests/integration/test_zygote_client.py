@@ -153,6 +153,18 @@ async def test_a_process_that_is_there_is_not_disowned(rig, tmp_path):
     assert await heard.next() == ("w", 0)
 
 
+async def test_the_number_of_a_worker_that_has_ended_is_given_back_and_nothing_is_killed_by_it(rig, tmp_path):
+    client, heard, zygote = rig
+    spawn(client, tmp_path)
+    await zygote.asked()
+    worker = zygote.fork("w")
+    await heard.next()
+    zygote.say(event="exited", name="w", pid=worker.pid, status=3)  # which lives, as if it were another
+    assert await zygote.asked() == {"op": "reap", "pid": worker.pid}
+    assert heard.events.get_nowait() == ("w", 3), "first the guard, too, is told"
+    assert worker.poll() is None
+
+
 async def test_a_worker_that_ends_while_the_zygote_hangs_has_ended(rig, tmp_path, monkeypatch):
     client, heard, zygote = rig
     monkeypatch.setattr(zygote_client, "EXIT_WAIT_S", 0.05)

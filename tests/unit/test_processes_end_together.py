@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -131,6 +132,32 @@ def test_a_fork_that_the_kernel_refuses_is_told_and_the_zygote_goes_on(tmp_path,
     assert pong == {"event": "pong", "number": 3}
     ours.close()
     theirs.close()
+
+
+def test_the_group_of_a_worker_ends_with_it_and_its_number_is_its_own_until_the_supervisor_has_heard():
+    ours, theirs = socket.socketpair()
+    zygote = Zygote(theirs)
+    command = ["sh", "-c", "sleep 600 & echo $!; exit 3"]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    with worker.stdout as out:
+        started = os.pidfd_open(int(out.readline()))
+    zygote.children[worker.pid] = "w"
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):
+        zygote._tell_ends()
+    assert ended(started)
+    said = {"event": "exited", "name": "w", "pid": worker.pid, "status": 3}
+    assert json.loads(ours.recv(4096)) == said, "once"
+    os.kill(worker.pid, 0)  # a zombie
+    ours.sendall(b'{"op":"reap","pid":%d}\n' % worker.pid)
+    assert zygote._read()
+    assert not zygote.children
+    with pytest.raises(ChildProcessError):
+        os.waitpid(worker.pid, 0)
+    worker.wait()
+    ours.close()
+    theirs.close()
+    os.close(started)
 
 
 def test_what_a_worker_forks_lives_while_the_disk_of_its_log_is_full(monkeypatch):
