@@ -67,7 +67,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     # attempts that are placed again when an instance fails, per process: this share of the requests, ...
     retry_share: float = 0.2
     retry_floor_per_s: float = 5.0  # ... and so many a second, ...
-    retry_burst: float = 1_024.0  # ... of which so many may be saved: an engine of 256 sequences holds as many
+    # ... of which so many may be saved: as many as an engine of 256 sequences may hold
+    retry_burst: float = 1_024.0
     drain_deadline_ms: int = 30_000
 
 
