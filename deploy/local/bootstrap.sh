@@ -118,10 +118,11 @@ choose_device() {
   esac
 }
 
-# Files that lock a set, which `dev` has of `engine` but for its own, and `engine-cpu` of `runtime`.
+# Files that lock a set, which `dev` has of `engine` but for its own in dev.txt, and `engine-cpu` of `runtime`.
 locks() {
   local set
   if [[ $device == cpu ]]; then echo "$root/requirements/runtime.txt"; fi
+  if [[ $1 == dev ]]; then echo "$root/requirements/dev.txt"; fi
   for set in $([[ $1 == dev ]] && echo "dev engine" || echo "$1"); do echo "$root/requirements/$set-$device.txt"; done
 }
 
