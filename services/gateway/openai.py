@@ -21,6 +21,7 @@ from services.gateway.openai_fields import (
     Prompt,
     ResponseFormat,
     Stop,
+    StopIds,
     StreamOptions,
     TokenIds,
     Tools,
@@ -67,7 +68,7 @@ class SamplingBody(RefusedFields):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: LogitBias | None = None
     stop: Stop | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -321,7 +322,7 @@ def to_sampling(
             f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens"
         )
     bias = {int(key): float(value) for key, value in (body.logit_bias or {}).items()}
-    stop_ids = body.stop_token_ids or []
+    stop_ids = sorted(set(body.stop_token_ids or ()))
     for ids, param in ((bias, "logit_bias"), (stop_ids, "stop_token_ids")):
         if vocab_size and ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise InvalidRequest(

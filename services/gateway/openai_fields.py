@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from shared.errors import InvalidRequest
-from shared.wire.requests import MAX_LOGIT_BIAS
+from shared.wire.requests import MAX_LOGIT_BIAS, MAX_STOP_LIST
 
 MAX_ITEMS = 8192  # messages of a chat, parts of a content, calls of a turn
 MAX_TOOLS = 128
@@ -303,6 +303,12 @@ def _check_ids(value: Any) -> Any:
     raise wrong("a list of token ids is wanted")
 
 
+def _check_few(ids: list[int]) -> list[int]:
+    if len(ids) > MAX_STOP_LIST:
+        raise wrong(f"at most {MAX_STOP_LIST} token ids are allowed, got {len(ids)}")
+    return ids
+
+
 _IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
 _PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -321,3 +327,4 @@ LogitBias = Annotated[
 ]
 Prompt = Annotated[Any, AfterValidator(check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 TokenIds = Annotated[Any, AfterValidator(_check_ids), WithJsonSchema(_IDS_SCHEMA)]
+StopIds = Annotated[TokenIds, AfterValidator(_check_few)]

@@ -16,6 +16,7 @@ from shared.wire.handoff import HandoffState
 Stage = Literal["prefill", "decode", "colocated"]
 GREEDY_BELOW = 1e-5  # temperatures, which are 0 for the engine too
 MAX_LOGIT_BIAS = 1_024  # entries: as many as vLLM has room for on a GPU
+MAX_STOP_LIST = 1_024  # stop_token_ids: engines copy it for each choice and search it at each token; and
 MAX_STOP_IDS = 100  # with min_tokens: it has room for 128, what the model itself ends with among them
 # Of a prompt's log probabilities, by num_scores(): Python objects are made of them in one go, by vLLM on a worker's
 # loop and by gateways on theirs, and a peer that is silent for 1.5 s is given up. So many take either less than 0.6 s.
@@ -72,6 +73,8 @@ def too_many(spec: SamplingSpec) -> tuple[str, str] | None:
     """
     if (count := len(spec.logit_bias)) > MAX_LOGIT_BIAS:
         return "logit_bias", f"logit_bias has at most {MAX_LOGIT_BIAS} entries, got {count}."
+    if (count := len(spec.stop_token_ids)) > MAX_STOP_LIST:
+        return "stop_token_ids", f"stop_token_ids has at most {MAX_STOP_LIST} token ids, got {count}."
     if spec.min_tokens > 0 and (count := len(set(spec.stop_token_ids))) > MAX_STOP_IDS:
         reason = f"With min_tokens, stop_token_ids has at most {MAX_STOP_IDS} token ids, got {count}."
         return "stop_token_ids", reason

@@ -35,6 +35,7 @@ from shared.wire.requests import (
     MAX_LOGIT_BIAS,
     MAX_SCORES,
     MAX_STOP_IDS,
+    MAX_STOP_LIST,
     TO_GATEWAY,
     Failed,
     Generate,
@@ -125,6 +126,7 @@ def add_to_runner(monkeypatch):
     [
         ({"logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}}, "logit_bias", MAX_LOGIT_BIAS),
         ({"stop_token_ids": [*range(MAX_STOP_IDS + 1)], "min_tokens": 1}, "stop_token_ids", MAX_STOP_IDS),
+        ({"stop_token_ids": [*range(MAX_STOP_LIST + 1)]}, "stop_token_ids", MAX_STOP_LIST),
     ],
 )
 def test_more_than_an_engine_has_room_for_is_refused_by_name_and_limit(fields, param, limit):
@@ -145,7 +147,8 @@ def test_as_much_as_is_allowed_fits_an_engine(add_to_runner):
     )
     assert list(checked(spec)) == [1]
     add_to_runner(spec)
-    free = chat_spec(stop_token_ids=list(range(1_000)))
+    free = chat_spec(stop_token_ids=[*range(MAX_STOP_LIST // 2)][::-1] * 2)
+    assert free.stop_token_ids == [*range(MAX_STOP_LIST // 2)]
     assert list(checked(free)) == [1], "without min_tokens vLLM needs no room for them"
     add_to_runner(free)
 
