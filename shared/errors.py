@@ -11,7 +11,7 @@
     │  └─ Overloaded       503  shed, with Retry-After
     ├─ PeerError           another process
     │  ├─ PeerTimeout      504
-    │  ├─ PeerGone         503
+    │  ├─ PeerGone         503; draining: in good order
     │  ├─ InstanceUnknown  503  no mempool that is reached from here serves it
     │  ├─ NoReceiver       503  nobody of the target instance would take what is delivered
     │  ├─ CopyFailed       503  pages did not arrive
@@ -113,6 +113,12 @@ class PeerGone(PeerError):
     """The connection to the process ended."""
 
     code = "peer.gone"
+
+
+class Draining(PeerGone):
+    """The process shuts down in good order."""
+
+    code = "draining"
 
 
 class InstanceUnknown(PeerError):

@@ -244,12 +244,11 @@ class Cluster:
 
     def _worker_down(self, endpoint: str, calls: list[Call], *, unread: bool = False) -> None:
         """`unread`: it is there, and said what is no message: of one of these, which would wait, or have a gap."""
+        now_ms, reached = _now_ms(), self._link(endpoint).reached
         for call in calls:
-            for target in call.targets:
-                if target.endpoint == endpoint:
-                    now_ms, flow = _now_ms(), call.flow
-                    self._run(call, flow.on_instance_down(target.instance, now_ms=now_ms, unread=unread))
-                    break
+            for name in [each.instance for each in call.targets if each.endpoint == endpoint][:1]:
+                lost = call.flow.on_instance_down(name, now_ms=now_ms, unread=unread, reached=reached)
+                self._run(call, lost)
 
     # ---- what goes out ----
 
@@ -309,7 +308,7 @@ class Cluster:
         try:
             self._link(action.target.endpoint).send(message, (call.frame,))
         except PeerGone:
-            return call.flow.on_instance_down(action.target.instance, now_ms=_now_ms())
+            return call.flow.on_instance_down(action.target.instance, now_ms=_now_ms(), reached=False)
         except Overloaded as error:
             return call.flow.on_failed(
                 action.attempt, error.code, error.message, True,

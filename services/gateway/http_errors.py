@@ -45,7 +45,7 @@ def _subclasses(cls: type[ClusterError]) -> Iterable[type[ClusterError]]:
 
 
 _STATUS_OF_CODE = {cls.code: cls.http_status for cls in (ClusterError, *_subclasses(ClusterError))}
-_STATUS_OF_CODE |= {"draining": 503, "rate_limit_exceeded": 429}
+_STATUS_OF_CODE["rate_limit_exceeded"] = 429
 
 
 def status_of(code: str) -> int:

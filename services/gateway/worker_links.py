@@ -45,7 +45,7 @@ class WorkerLink(Generic[C]):
         self._pending: list[tuple[GatewayToWorker, tuple[bytes, ...]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._epoch = Epoch(-1)  # the largest that was named to this link
-        self._reached = False  # the process of that epoch, as far as is known
+        self.reached = False  # the process of that epoch, as far as is known
         self._link: DealerLink[GatewayToWorker, WorkerToGateway] = DealerLink(
             endpoint,
             out=TO_WORKER,
@@ -71,7 +71,7 @@ class WorkerLink(Generic[C]):
         if epoch > self._epoch:
             self._epoch = epoch
             if not self._link.up:
-                self._reached = False
+                self.reached = False
                 self._link.dial_now()
 
     def send(self, message: GatewayToWorker, raw: tuple[bytes, ...] = ()) -> None:
@@ -79,7 +79,7 @@ class WorkerLink(Generic[C]):
 
         Raises: PeerGone when the worker is gone; Overloaded when the queue is full.
         """
-        if self._link.up or self._reached:
+        if self._link.up or self.reached:
             self._link.send(message, raw)
             return
         if len(self._pending) >= MAX_PENDING:
@@ -91,11 +91,11 @@ class WorkerLink(Generic[C]):
     def close(self) -> None:
         """Drop the connection; registered calls learn that it is down."""
         self._link.close()
-        if not self._reached:
+        if not self.reached:
             self._not_up()
 
     def _up(self) -> None:
-        self._reached = True
+        self.reached = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import ClusterError, InvalidRequest, Overloaded, PeerGone, PromptTooLong, StaleEpoch
+from shared.errors import ClusterError, Draining, InvalidRequest, Overloaded, PromptTooLong, StaleEpoch
 from shared.grammar_limits import too_large
 from shared.ids import Epoch
 from shared.kv.packed_ids import PackedIds, largest_id
@@ -51,7 +51,7 @@ def check_state(
         text = f"the request is for epoch {message.instance_epoch}, this instance runs epoch {epoch}"
         return refusal(StaleEpoch, text)
     if draining:
-        return refusal(PeerGone, "the instance is shutting down")
+        return refusal(Draining, "the instance is shutting down")
     if num_inflight >= limits.max_inflight:
         return refusal(Overloaded, f"{num_inflight} requests are held already")
     return None

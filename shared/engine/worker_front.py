@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from shared.engine.worker_attempt import Attempt, AttemptContext
-from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, check_state
+from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt, check_state, refusal
 from shared.engine.worker_outbox import Outbox
 from shared.errors import PeerGone, PeerProtocolError
 from shared.ids import Epoch, RequestId
@@ -98,18 +98,18 @@ class WorkerFront:
         """Connections that said Alive and are not silent."""
         return len(self._last_alive)
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str, why: type[PeerGone] = PeerGone) -> None:
         """Every attempt ends now with a retryable failure."""
-        self._fail(list(self._attempts), reason)
+        self._fail(list(self._attempts), reason, why)
         self.outbox.flush()
 
-    def _fail(self, keys: Iterable[Key], reason: str) -> None:
+    def _fail(self, keys: Iterable[Key], reason: str, why: type[PeerGone] = PeerGone) -> None:
         teller = asyncio.current_task()  # an attempt that tells of what ends all has said its own end
         for key in keys:
             _, task = self._attempts[key]
             if task is not teller and not task.done() and not task.cancelling():
                 task.cancel()
-                self._say_failed(*key, Refusal(PeerGone.code, reason, retryable=True))
+                self._say_failed(*key, refusal(why, reason))
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until no attempt is left; False when time ran out."""

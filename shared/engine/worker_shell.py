@@ -30,7 +30,7 @@ from shared.engine.worker_kv import KvMemory
 from shared.engine.worker_pages import PageClient, PromptPages
 from shared.engine.worker_reports import SchedulerReports
 from shared.engine.worker_room import DecodeRoom
-from shared.errors import InvariantBroken
+from shared.errors import Draining, InvariantBroken
 from shared.ids import Epoch, InstanceId
 from shared.observe import metrics
 from shared.observe.admin import AdminServer
@@ -243,7 +243,7 @@ class WorkerShell:
             self.settings.drain_deadline_ms / 1000
         ):
             _log.warning("drain_deadline_passed", num_inflight=self.front.num_inflight)
-        self.front.fail_all("the instance has shut down")
+        self.front.fail_all("the instance has shut down", Draining)
         await asyncio.sleep(LAST_WORDS_S)
         if self.membership is not None:
             try:
@@ -262,7 +262,7 @@ class WorkerShell:
 
     def _on_signal(self) -> None:
         if self._phase == "draining":  # asked twice: now
-            self.front.fail_all("the instance was told twice to shut down")
+            self.front.fail_all("the instance was told twice to shut down", Draining)
             return
         self._phase = "draining"
         _log.info("draining", num_inflight=self.front.num_inflight)

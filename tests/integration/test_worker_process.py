@@ -186,7 +186,7 @@ async def test_sigterm_finishes_what_runs_says_goodbye_and_leaves(model_dir, tmp
             gateway.generate("new", [1, 2])
             refused = await gateway.end_of("new")
             assert isinstance(refused, Failed)
-            assert (refused.code, refused.retryable) == ("peer.gone", True)
+            assert (refused.code, refused.retryable) == ("draining", True)
             host, port = worker.admin_url.removeprefix("http://").split(":")
             assert await in_flight(host, int(port), "/ready", timeout_s=30) == 1
             assert isinstance(await gateway.end_of("r"), Finished)
@@ -204,7 +204,7 @@ async def test_what_does_not_finish_before_the_drain_deadline_fails_retryably(mo
             worker.signal(signal.SIGTERM)
             end = await gateway.end_of("r")
             assert isinstance(end, Failed)
-            assert (end.code, end.retryable) == ("peer.gone", True)
+            assert (end.code, end.retryable) == ("draining", True)
             assert await asyncio.to_thread(worker.wait) == 0
 
 

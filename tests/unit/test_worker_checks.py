@@ -44,7 +44,7 @@ def test_a_worker_takes_requests_for_its_own_epoch_only():
 
 
 def test_a_draining_or_full_worker_sends_the_request_elsewhere():
-    assert state(draining=True) == Refusal("peer.gone", "the instance is shutting down", retryable=True)
+    assert state(draining=True) == Refusal("draining", "the instance is shutting down", retryable=True)
     full = state(num_inflight=2)
     assert full is not None
     assert (full.code, full.retryable) == ("overloaded", True)

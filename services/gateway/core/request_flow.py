@@ -28,7 +28,7 @@ from services.gateway.core.request_actions import (
     SendPlace,
 )
 from services.gateway.core.retry_budget import RetryBudget
-from shared.errors import PeerProtocolError
+from shared.errors import ClusterError, PeerGone, PeerProtocolError
 from shared.ids import InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway
@@ -38,6 +38,9 @@ BACKOFF_FIRST_MS = 50
 RETRY_AFTER_MS = 1_000  # what a client is told when the retry budget is spent
 BACKOFF_MAX_MS = 1_000
 MAX_ATTEMPTS = 64  # beyond any placement deadline at BACKOFF_MAX_MS; a bound even if settings say otherwise
+# Instances that died of, or with, one request: in a row without a token of it in between, and in all. Then it ends: it
+# may be what kills them, and the next one has others' requests to lose.
+MAX_LOSSES_IN_A_ROW, MAX_LOSSES = 3, 8
 
 
 class Phase(Enum):
@@ -79,6 +82,8 @@ class RequestFlow:
     num_retries: int = 0
     last_failure: str = ""
     _has_output: bool = False  # set by mark_output(): of this attempt
+    _num_losses: int = 0
+    _num_in_a_row: int = 0
     _deadline_ms: int = 0  # of the whole request
     _place_by_ms: int = 0  # of this placement
     _shed_by_ms: int = 0
@@ -115,6 +120,7 @@ class RequestFlow:
 
     def mark_resumed(self, *, now_ms: int) -> int:
         """A stream that had lost its instance has its next token. Returns the ms that were left."""
+        self._has_output = True
         spare_ms, self.resume_by_ms = self.resume_by_ms - now_ms, 0
         return spare_ms
 
@@ -210,12 +216,16 @@ class RequestFlow:
         """A worker gave the attempt up. `source` is left out next time, unless only its epoch was stale."""
         if attempt != self.attempt or self.phase not in (Phase.PREFILLING, Phase.DECODING):
             return []
-        return self._lost(source, code, message, retryable=retryable, now_ms=now_ms)
+        died = code == PeerGone.code
+        return self._lost(source, code, message, retryable=retryable, now_ms=now_ms, died=died)
 
-    def on_instance_down(self, instance: InstanceId, *, now_ms: int, unread: bool = False) -> list[Action]:
+    def on_instance_down(
+        self, instance: InstanceId, *, now_ms: int, unread: bool = False, reached: bool = True
+    ) -> list[Action]:
         """The link to an instance broke. Matters only if this request still needs that instance.
 
-        `unread`: it is there, and said what is no message, an answer to this request perhaps.
+        `unread`: it is there, and said what is no message, an answer to this request perhaps. `reached`: the request
+        may have come there.
         """
         placed = self.placed
         if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
@@ -229,7 +239,8 @@ class RequestFlow:
         if instance not in (asked.instance, placed.decode.instance):
             return []
         message = f"The instance {instance} that served this request is gone."
-        return self._lost(instance, "peer.gone", message, retryable=True, now_ms=now_ms)
+        died = reached and instance == asked.instance
+        return self._lost(instance, PeerGone.code, message, retryable=True, now_ms=now_ms, died=died)
 
     # ---- client and time ----
 
@@ -304,16 +315,25 @@ class RequestFlow:
         retryable: bool,
         now_ms: int,
         lives: bool = False,
+        died: bool = False,
     ) -> list[Action]:
         """The running attempt will bring no more: it was enough, another one follows, or the request fails.
 
-        `lives`: `gone` has not ended the attempt, and must be told to.
+        `lives`: `gone` has not ended the attempt, and must be told to. `died`: with the request in it.
         """
         actions = self._drop_attempt(gone=None if lives else gone)
         if self.answered:
             return [*actions, *self._end(Complete())]
         if not retryable or (self.bytes_sent and not self.continues):
             return [*actions, *self._end(Fail(code, message))]
+        if died:
+            self._num_losses += 1
+            self._num_in_a_row = 1 if self._has_output else self._num_in_a_row + 1
+            if self._num_in_a_row >= MAX_LOSSES_IN_A_ROW or self._num_losses >= MAX_LOSSES:
+                reason = (
+                    f"{self._num_losses} instances were lost while they ran this request; it is given up."
+                )
+                return [*actions, *self._end(Fail(ClusterError.code, reason))]
         if not self._may_retry(now_ms):
             return [*actions, *self._end(_over_budget(code, message))]
         if self.bytes_sent and not self.resume_by_ms:
