@@ -7,7 +7,7 @@ Python's insides, and the output's length is bounded.
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -58,9 +58,23 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """jinja2's own escapes HTML, which would change the prompt."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    if indent is None:  # about as long as the body's
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+    return _joined(json.JSONEncoder(ensure_ascii=ensure_ascii, **form).iterencode(value))
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    out: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise InvalidRequest(
+                f"The rendered chat exceeds {MAX_RENDERED_CHARS} characters.", param="messages"
+            )
+        out.append(piece)
+    return "".join(out)
 
 
 def _strftime_now(form: str) -> str:
@@ -126,7 +140,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._bounded(variables)
+            # what its generate() does, without a generator around this one
+            text = _joined(self._template.root_render_func(self._template.new_context(variables)))
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"Chat template: {error.message}", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -134,19 +149,6 @@ class ChatTemplate:
                 f"The chat template cannot render these messages: {error}", param="messages"
             ) from error
         return _cut(text) if continue_final_message else text
-
-    def _bounded(self, variables: dict[str, Any]) -> str:
-        out: list[str] = []
-        num_chars = 0
-        # what its generate() does, without a generator around this one
-        for piece in self._template.root_render_func(self._template.new_context(variables)):
-            num_chars += len(piece)
-            if num_chars > MAX_RENDERED_CHARS:
-                raise InvalidRequest(
-                    f"The rendered chat exceeds {MAX_RENDERED_CHARS} characters.", param="messages"
-                )
-            out.append(piece)
-        return "".join(out)
 
 
 def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

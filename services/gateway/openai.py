@@ -322,7 +322,7 @@ def to_sampling(
             f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens"
         )
     bias = {int(key): float(value) for key, value in (body.logit_bias or {}).items()}
-    stop_ids = sorted(set(body.stop_token_ids or ()))
+    stop_ids: list[int] = sorted(set(body.stop_token_ids or []))
     for ids, param in ((bias, "logit_bias"), (stop_ids, "stop_token_ids")):
         if vocab_size and ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise InvalidRequest(

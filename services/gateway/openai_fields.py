@@ -13,6 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from services.gateway.openai_size import MAX_FREE_BYTES
 from shared.errors import InvalidRequest
 from shared.wire.requests import MAX_LOGIT_BIAS, MAX_STOP_LIST
 
@@ -205,7 +206,9 @@ def _template_call(call: dict[str, Any], field: str) -> dict[str, Any]:
     """
     text = call["function"]["arguments"]
     try:
-        arguments = json.loads(text) if text.strip() else {}
+        # of a text as long as this objects are made for seconds, in which no thread has its turn
+        is_long = len(text) > MAX_FREE_BYTES
+        arguments = None if is_long else json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

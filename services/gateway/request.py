@@ -21,10 +21,11 @@ from services.gateway.edge import REQUEST_ID, TENANT
 from services.gateway.http_body import Scope, header, is_on
 from services.gateway.http_errors import HttpFailure
 from services.gateway.logprobs import Echo
-from services.gateway.openai import SamplingBody, to_sampling
+from services.gateway.openai import ChatBody, SamplingBody, TokenizeBody, to_sampling
 from services.gateway.push import PUSH_KEY, Push
 from services.gateway.streaming import EventShape, StreamAnswer
 from services.gateway.submit import find_hits, make_call, output_budget
+from services.gateway.text import LONG
 from services.gateway.whole import WholeAnswer
 from shared.errors import InvalidRequest, ModelNotFound
 from shared.observe.trace import start_span
@@ -116,6 +117,21 @@ def check_model(gateway: Gateway, model: str) -> None:
     """Raises: ModelNotFound, as OpenAI words it."""
     if model != gateway.settings.model_name:
         raise ModelNotFound(f"The model `{model[:128]}` does not exist.", param="model")
+
+
+async def chat_text(gateway: Gateway, body: ChatBody | TokenizeBody, num_bytes: int) -> str:
+    """The chat of a body of so many bytes, on a thread where that is LONG. Raises: as ModelText.render_chat()."""
+
+    def render() -> str:
+        return gateway.text.render_chat(
+            body.template_messages(),
+            tools=body.template_tools(),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            extra=body.chat_template_kwargs,
+        )
+
+    return await gateway.text.beside(num_bytes, render) if num_bytes > LONG else render()
 
 
 class TokenizeSpan:

@@ -8,7 +8,7 @@ from services.gateway.choices import ChoiceSpec
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.openai import ChatBody, parse_body
-from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, check_model
+from services.gateway.request import Incoming, Prompt, TokenizeSpan, begin, chat_text, check_model
 from shared.kv.block_hash import pack_tokens
 
 DOCUMENTED = ("/v1/chat/completions", "Chat, whole or streamed.", ChatBody)
@@ -34,7 +34,7 @@ class ChatEndpoint:
         body = parse_body(ChatBody, raw)
         check_model(gateway, body.model)
         with Incoming(gateway, scope, body, received_ns) as incoming:
-            ids = await chat_token_ids(gateway, body, incoming)
+            ids = await chat_token_ids(gateway, body, incoming, len(raw))
             plan = body.tool_plan(gateway.tool_format)
             spec = ChoiceSpec(
                 is_chat=True,
@@ -50,16 +50,12 @@ class ChatEndpoint:
             return await begin(incoming, "chat", spec, [Prompt(ids, pack_tokens(ids))])
 
 
-async def chat_token_ids(gateway: Gateway, body: ChatBody, incoming: Incoming) -> Sequence[int]:
+async def chat_token_ids(
+    gateway: Gateway, body: ChatBody, incoming: Incoming, num_bytes: int
+) -> Sequence[int]:
     """The prompt of a chat: template, then tokenizer."""
     with TokenizeSpan(incoming):
-        text = gateway.text.render_chat(
-            body.template_messages(),
-            tools=body.template_tools(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            extra=body.chat_template_kwargs,
-        )
+        text = await chat_text(gateway, body, num_bytes)
         return await gateway.text.encode(
             text, add_special_tokens=bool(body.add_special_tokens), max_tokens=gateway.max_model_len
         )

@@ -13,7 +13,7 @@ from services.gateway.deps import Gateway
 from services.gateway.http_body import read_json_body
 from services.gateway.metrics import IN_FLIGHT_NAME
 from services.gateway.openai import DetokenizeBody, TokenizeBody, parse_body
-from services.gateway.request import check_model, one_place
+from services.gateway.request import chat_text, check_model, one_place
 from shared.errors import ModelNotFound, PromptTooLong
 from shared.observe import metrics as observed
 
@@ -134,10 +134,10 @@ async def tokenize(request: Request, gateway: Here) -> Response:
     raw = await read_json_body(request.scope, request.receive, gateway.settings.max_body_bytes)
     body = parse_body(TokenizeBody, raw)
     with one_place(gateway, request.scope):
-        return _json(await _tokenized(gateway, body))
+        return _json(await _tokenized(gateway, body, len(raw)))
 
 
-async def _tokenized(gateway: Gateway, body: TokenizeBody) -> dict[str, Any]:
+async def _tokenized(gateway: Gateway, body: TokenizeBody, num_bytes: int) -> dict[str, Any]:
     if body.model is not None:
         check_model(gateway, body.model)
     text = gateway.text
@@ -146,13 +146,7 @@ async def _tokenized(gateway: Gateway, body: TokenizeBody) -> dict[str, Any]:
         adds_special = body.add_special_tokens is not False
     else:
         param, adds_special = "messages", bool(body.add_special_tokens)
-        given = text.render_chat(
-            body.template_messages(),
-            tools=body.template_tools(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            extra=body.chat_template_kwargs,
-        )
+        given = await chat_text(gateway, body, num_bytes)
     _check_count(gateway, text.least_tokens(given), param)
     ids = await text.encode(given, add_special_tokens=adds_special)
     _check_count(gateway, len(ids), param)

@@ -3,10 +3,10 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -25,10 +25,12 @@ INLINE_CHARS = 1024
 INLINE_TOKENS = 1024  # decoded or named in 0.4 ms
 CACHE_BYTES = 32 << 20
 THREADS = 1
+LONG = 64 << 10  # characters or tokens
 NORMALIZER_SHRINKS = 4  # at most, in characters
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _log = get_logger("gateway.text")
+Result = TypeVar("Result")
 
 
 class ModelText:
@@ -64,6 +66,7 @@ class ModelText:
         self._words = words_of(self.tokenizer) if self._borders is not None else None
         self._frames = _frames(self.tokenizer)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long")
         self._check_borders()
 
     # -- chats ----------------------------------------------------------------------------------------
@@ -112,11 +115,10 @@ class ModelText:
             )
         found, missing = self._look_up(text)
         if missing:
-            if sum(map(len, missing)) <= INLINE_CHARS:
+            if (num_chars := sum(map(len, missing))) <= INLINE_CHARS:
                 fresh = self._tokenize_here(missing)
             else:
-                loop = asyncio.get_running_loop()
-                fresh = await loop.run_in_executor(self._threads, self._tokenize, missing)
+                fresh = await self.beside(num_chars, self._tokenize, missing)
             self._fill(found, missing, fresh)
         return self._join(found, add_special_tokens)
 
@@ -146,15 +148,18 @@ class ModelText:
         ids = list(token_ids)
         if len(ids) <= INLINE_TOKENS:
             return self._decode(ids, skip_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._decode, ids, skip_special_tokens
-        )
+        return await self.beside(len(ids), self._decode, ids, skip_special_tokens)
 
     async def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
         """Each token as the vocabulary spells it, None for an id without one; of many on a thread."""
         if len(token_ids) <= INLINE_TOKENS:
             return self._names(token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._names, token_ids)
+        return await self.beside(len(token_ids), self._names, token_ids)
+
+    def beside(self, size: int, work: Callable[..., Result], *args: Any) -> "asyncio.Future[Result]":
+        """Work on a thread. What is LONG has its own, one at a time: no usual prompt waits for it."""
+        threads = self._long if size > LONG else self._threads
+        return asyncio.get_running_loop().run_in_executor(threads, work, *args)
 
     def detokenizer(
         self,
@@ -182,7 +187,8 @@ class ModelText:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # -- inside ---------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ def test_the_rendered_chat_is_bounded(monkeypatch):
     assert len(render(source)) == 400
     with pytest.raises(InvalidRequest, match="exceeds"):
         render(source, [{"role": "user", "content": "x" * 100}])
+    with pytest.raises(InvalidRequest, match="exceeds"):
+        render("{{ messages | tojson(indent=900) | length }}")
 
 
 def test_a_template_that_does_not_compile_is_a_settings_error():

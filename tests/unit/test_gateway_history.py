@@ -5,6 +5,7 @@ import json
 import pytest
 
 from services.gateway.openai import ChatBody, parse_body
+from services.gateway.openai_size import MAX_FREE_BYTES
 from services.gateway.text import ModelText
 from shared.errors import InvalidRequest
 from tests.unit.gateway_text_fixtures import make_model_dir
@@ -39,8 +40,9 @@ def arguments_of(message: dict) -> object:
         '{"a": 1} and more',
         '{"a":' + "[" * 200_000,
         '{"a": "\\ud83d',
+        '{"a": 0}' + " " * MAX_FREE_BYTES,
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_arguments_that_are_no_object_go_to_the_template_as_the_model_wrote_them(text):
     (message,) = templated(called(text))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import processors
@@ -11,8 +12,10 @@ from tokenizers import processors
 from services.gateway.core.tools import format_of
 from services.gateway.detokenize import TokenTexts
 from services.gateway.logprobs import CompletionLogprobs, TextOffsets, chat_logprobs
+from services.gateway.openai import ChatBody, parse_body
+from services.gateway.request import chat_text
 from services.gateway.segment_cache import SegmentCache
-from services.gateway.text import INLINE_CHARS, INLINE_TOKENS, ModelText
+from services.gateway.text import INLINE_CHARS, INLINE_TOKENS, LONG, ModelText
 from shared.errors import InvalidRequest, PromptTooLong, SettingsError
 from shared.wire.requests import TokenLogprob
 from tests.unit.gateway_text_fixtures import byte_fallback, byte_level, make_model_dir
@@ -249,3 +252,13 @@ def test_completion_log_probabilities_are_parallel_lists_with_running_offsets():
     assert all(len(top) == 2 for top in joined["top_logprobs"][1:]), "the best one, and the sampled one"
     lengths = [len(token) for token in joined["tokens"]]
     assert joined["text_offset"] == [sum(lengths[:at]) for at in range(len(lengths))]
+
+
+async def test_long_work_has_a_thread_of_its_own_and_no_usual_prompt_waits(text):
+    begun = threading.Event()
+    long = text.beside(LONG + 1, begun.wait, 5)
+    await text.beside(LONG, begun.set)
+    assert await long
+    text.render_chat = lambda *_, **__: threading.current_thread().name
+    body = parse_body(ChatBody, b'{"model":"m","messages":[{"role":"user","content":"x"}]}')
+    assert (await chat_text(SimpleNamespace(text=text), body, LONG + 1)).startswith("long")
