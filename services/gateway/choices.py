@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
+from msgspec.json import encode
 
 from services.gateway.core.stop import StopSearch
 from services.gateway.core.tools import (
@@ -46,7 +47,7 @@ class Choice:
     """
 
     __slots__ = (
-        "_decode", "_decode_rest", "_echo", "_ids", "_legacy_logprobs", "_new_id", "_owes_prompt", "_parser",
+        "_decode", "_decode_rest", "_echo", "_ids", "_kept", "_legacy_logprobs", "_new_id", "_owes_prompt", "_parser",
         "_prompt_ids", "_rows", "_spec", "_stop", "_text", "finish_reason", "index", "is_plain", "num_tokens", "parts",
         "stop_reason",
     )  # fmt: skip
@@ -85,6 +86,7 @@ class Choice:
             self._parser = make_parser(spec.tool_plan, self._new_id)
         self.parts: list[str] = []  # text, when the answer is collected
         self._ids: list[int] = []
+        self._kept: dict[str, list[bytes]] = {}  # lists of log probabilities, as JSON without brackets
         self._rows: list[Sequence[TokenLogprob] | None] = []
         self._legacy_logprobs: CompletionLogprobs | None = None
         if spec.num_top_logprobs is not None and not spec.is_chat:
@@ -191,6 +193,17 @@ class Choice:
             decode = self._text.detokenizer(skip_special_tokens=echo.skips_special).feed
             offsets = TextOffsets(decode, num_hidden=echo.num_hidden)
             self._legacy_logprobs.begin_with_prompt(len(rows), first_token, offsets)
+
+    def keep_logprobs(self) -> None:
+        """For a whole answer, with each chunk: rendered all at once they would hold the loop for seconds."""
+        for key, value in (self.take_logprobs() or {}).items():
+            if value:
+                self._kept.setdefault(key, []).append(encode(value)[1:-1])
+
+    def kept_logprobs(self) -> dict[str, Any] | None:
+        """All of them, as take_logprobs() would have them."""
+        lists = {key: Raw(b"[%b]" % b",".join(parts)) for key, parts in self._kept.items()}
+        return ({**lists, "refusal": None} if self._spec.is_chat else lists) if lists else None
 
     def take_token_ids(self) -> list[int] | None:
         """Token ids since the last call; None when they were not asked for."""

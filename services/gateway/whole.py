@@ -39,7 +39,7 @@ class WholeAnswer(Answer):
         """The response."""
         body = {
             **self._base,
-            "choices": [choice for sink in self._sinks for choice in sink.rendered],
+            "choices": [self.render_choice(each, sink.echo) for sink in self._sinks for each in sink.choices],
             "usage": self.usage(),
         }
         if self._is_chat and (prompt_ids := self.choices[0].take_prompt_ids()) is not None:
@@ -67,7 +67,7 @@ class WholeAnswer(Answer):
             out["message"] = choice.message()
         else:
             out["text"] = (echo or "") + choice.text()
-        out["logprobs"] = choice.take_logprobs()
+        out["logprobs"] = choice.kept_logprobs()
         out["finish_reason"] = choice.finish_reason
         out["stop_reason"] = choice.stop_reason
         ids = choice.take_token_ids()
@@ -83,11 +83,8 @@ class WholeSink:
 
     def __init__(self, answer: WholeAnswer, choices: list[Choice], echo: str | None) -> None:
         self.choices = choices
-        self.rendered: list[
-            dict[str, Any]
-        ] = []  # elements of the response's `choices`, once the call is complete
         self._answer = answer
-        self._echo = echo
+        self.echo = echo
         self._num_open = len(choices)
         self._stopped_here = False  # a stop string ended a choice that the worker goes on with
         self.mark_sent: Callable[[], None] | None = None  # never called: nothing is sent before the end
@@ -99,6 +96,8 @@ class WholeSink:
             if not self._answer.first_ns:
                 self._answer.note_first()
             text = choice.feed(chunk)
+            if not choice.is_plain:
+                choice.keep_logprobs()
             if text:
                 choice.parts.append(text)
             if choice.finish_reason is not None:
@@ -108,7 +107,7 @@ class WholeSink:
 
     def scored(self, call: Call, rows: PromptLogprobs) -> None:
         """Every choice's log probabilities begin with the prompt's."""
-        if self._echo is not None:
+        if self.echo is not None:
             for choice in self.choices:
                 choice.put_prompt_logprobs(rows, call.first_token)
 
@@ -127,8 +126,6 @@ class WholeSink:
         if self._num_open:
             self._answer.fail("peer.protocol", "The engine ended without a finish reason.", None)
             return
-        # now, not when the last prompt of the request is: a hundred thousand rows of log probabilities take a while
-        self.rendered = [self._answer.render_choice(choice, self._echo) for choice in self.choices]
         self._answer.call_done()
 
     def fail(self, call: Call, code: str, message: str, retry_after_ms: int | None) -> None:

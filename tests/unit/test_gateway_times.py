@@ -27,7 +27,7 @@ class Text:
     is_plain, held, stop_reason = True, 0, None
 
     def __init__(self, index: int = 0, held: int = 0) -> None:
-        self.index, self.held = index, held
+        self.index, self.held, self.is_plain = index, held, True
         self.reset()
 
     def reset(self) -> None:
@@ -47,10 +47,10 @@ class Text:
     def message(self) -> dict[str, Any]:
         return {"content": self.text()}
 
-    def take_logprobs(self) -> None:
+    def kept_logprobs(self) -> None:
         return None
 
-    take_token_ids = take_logprobs
+    take_token_ids = kept_logprobs
 
 
 class Push:

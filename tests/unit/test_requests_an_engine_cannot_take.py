@@ -41,6 +41,7 @@ from shared.wire.requests import (
     Generate,
     PromptScored,
     SamplingSpec,
+    TokenChunk,
     TokenLogprob,
     num_scores,
 )
@@ -341,13 +342,10 @@ async def test_a_gateway_whose_messages_were_dropped_loses_its_connection(monkey
     assert front.num_gateways == 0
 
 
-def test_a_prompts_part_of_an_answer_is_rendered_when_it_is_complete_not_with_the_last():
-    rendered: list[int] = []
-    answer = SimpleNamespace(ended=False, call_done=lambda: None, note_first=lambda: None, first_ns=1)
-    answer.render_choice = lambda choice, echo: rendered.append(choice.index) or {"index": choice.index}
-    for index in range(2):
-        sink = WholeSink(answer, [SimpleNamespace(index=index, finish_reason=None)], None)
-        sink._num_open = 0
-        sink.complete(None)
-        assert rendered == list(range(index + 1))
-        assert sink.rendered == [{"index": index}]
+def test_a_whole_answers_log_probabilities_are_rendered_as_they_come():
+    calls: list[str] = []
+    choice = SimpleNamespace(finish_reason=None, is_plain=False, feed=lambda _: calls.append("feed"))
+    choice.keep_logprobs = lambda: calls.append("keep")
+    answer = SimpleNamespace(ended=False, note_first=lambda: None, first_ns=1)
+    WholeSink(answer, [choice], None).chunk(TokenChunk(RequestId("r"), 1, 0, [5]))
+    assert calls == ["feed", "keep"]
