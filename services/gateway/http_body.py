@@ -3,14 +3,21 @@
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from shared.errors import BodyTooLarge, InvalidRequest
+from shared.errors import BodyTooLarge, InvalidRequest, Overloaded
 
+MAX_UNFINISHED_BYTES = 256 << 20  # in all; then a body that goes on is refused
 MAX_LENGTH_DIGITS = 20  # of 2^64, the most that any HTTP parser counts to
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class Unfinished:
+    """Bodies, of all connections."""
+
+    num_bytes = 0
 
 
 class ClientGone(Exception):
@@ -60,25 +67,24 @@ def check_body(scope: Scope, body: bytes, max_bytes: int) -> None:
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """The whole body, not parsed.
 
-    Raises: as check_headers(); BodyTooLarge while reading; ClientGone.
+    Raises: as check_headers(); BodyTooLarge while reading; Overloaded beyond MAX_UNFINISHED_BYTES; ClientGone.
     """
     check_headers(scope, max_bytes)
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    body = message.get("body", b"")
-    if not message.get("more_body", False):
-        if len(body) > max_bytes:
-            raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
-        return body
-    parts, num_bytes = [body], len(body)
-    while message.get("more_body", False):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
-        parts.append(part)
+    parts: list[bytes] = []
+    num_bytes, has_more = 0, True
+    try:
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part, has_more = message.get("body", b""), message.get("more_body", False)
+            num_bytes += len(part)
+            Unfinished.num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
+            if has_more and Unfinished.num_bytes > MAX_UNFINISHED_BYTES:
+                raise Overloaded("Too many large request bodies are under way.")
+            parts.append(part)
+    finally:
+        Unfinished.num_bytes -= num_bytes
     return b"".join(parts)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from services.gateway.http_body import check_headers
-from shared.errors import BodyTooLarge, InvalidRequest
+from services.gateway import http_body
+from services.gateway.http_body import ClientGone, check_headers
+from shared.errors import BodyTooLarge, InvalidRequest, Overloaded
 
 
 def announced(length: bytes) -> dict:
@@ -55,3 +56,16 @@ def test_an_empty_header_is_none_and_one_that_says_the_usual_is_taken(name, valu
 def test_another_type_or_encoding_is_refused(name, value):
     with pytest.raises(InvalidRequest):
         check_headers({"headers": [(name, value)]}, 100)
+
+
+@pytest.mark.parametrize("end", [ClientGone, Overloaded])
+async def test_bodies_that_are_not_whole_are_bounded_together_and_count_no_longer(monkeypatch, end):
+    monkeypatch.setattr(http_body, "MAX_UNFINISHED_BYTES", 8 if end is Overloaded else 10)
+    parts = iter([{"type": "http.request", "body": b"12345", "more_body": True}] * 2)
+
+    async def receive():
+        return next(parts, {"type": "http.disconnect"})
+
+    with pytest.raises(end):
+        await http_body.read_json_body({"headers": []}, receive, 99)
+    assert http_body.Unfinished.num_bytes == 0
