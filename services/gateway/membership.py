@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from shared.errors import SettingsError
 from shared.kv.layout import EngineDescription
 from shared.observe.log import get_logger
 from shared.transport.membership_client import MembershipPoller
@@ -61,20 +62,24 @@ class Membership:
 
     def _accept(self, found: InstanceList) -> None:
         self.instances = found.instances
-        live = [v for v in found.instances if v.state == "live" and v.description.model == self._model]
+        ours = [v for v in found.instances if v.state != "dead" and v.description.model == self._model]
+        live = [view for view in ours if view.state == "live"]
         if live:
-            self.description = self._describe(live)
+            self.description = self._describe(live, ours)
         _log.info("members_changed", members=[f"{v.instance}:{v.state}:{v.epoch}" for v in found.instances])
         if self._on_change is not None:
             self._on_change(found.instances)
 
-    def _describe(self, live: list[InstanceView]) -> EngineDescription:
+    def _describe(self, live: list[InstanceView], ours: list[InstanceView]) -> EngineDescription:
         """The model that the scheduler admits: the one known, else of who came first; with the context that all of
-        its instances take."""
-        first = min(live, key=lambda view: view.epoch).description
-        known = self.description.fingerprint if self.description is not None else first.fingerprint
-        alike = [view for view in live if view.description.fingerprint == known]
-        alike = alike or [view for view in live if view.description.fingerprint == first.fingerprint]
+        its instances take. Raises: SettingsError, which ends the process: its tokenizer is of a model that has left.
+        """
+        known = self.description or min(live, key=lambda view: view.epoch).description
+        alike = [view for view in ours if view.description.fingerprint == known.fingerprint]
+        if not alike:
+            raise SettingsError(
+                "another model has this one's name now: the gateway starts anew and reads its files"
+            )
         oldest = min(alike, key=lambda view: view.epoch).description
         lens = [view.description.max_model_len for view in alike if view.description.max_model_len]
         return msgspec.structs.replace(oldest, max_model_len=min(lens, default=0))

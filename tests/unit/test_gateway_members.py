@@ -2,7 +2,10 @@
 
 from itertools import permutations
 
+import pytest
+
 from services.gateway.membership import Membership
+from shared.errors import SettingsError
 from shared.wire.membership import InstanceList, InstanceView
 from tests.support.control_plane import description
 
@@ -34,5 +37,7 @@ def test_another_model_under_the_same_name_which_the_scheduler_refuses_describes
     assert said(membership, other, first) == ("f1", 4096), "who came first"
     restarted = view("b", 9)
     assert said(membership, other, restarted) == ("f1", 4096), "it is served still"
-    assert said(membership, other) == ("f2", 512), "the others have left"
-    assert said(membership) == ("f2", 512), "nobody lives: what was known last"
+    assert said(membership, other, view("b", 9, "suspect")) == ("f1", 4096), "it may come back"
+    with pytest.raises(SettingsError, match="anew"):  # the others have left
+        said(membership, other)
+    assert said(membership) == ("f1", 4096), "nobody lives: what was known last"
