@@ -195,7 +195,7 @@ class Choice:
             self._legacy_logprobs.begin_with_prompt(len(rows), first_token, offsets)
 
     def keep_logprobs(self) -> None:
-        """For a whole answer, with each chunk: rendered all at once they would hold the loop for seconds."""
+        """For a whole answer, with each chunk: at its end they would take seconds."""
         for key, value in (self.take_logprobs() or {}).items():
             if value:
                 self._kept.setdefault(key, []).append(encode(value)[1:-1])

@@ -206,7 +206,7 @@ def _template_call(call: dict[str, Any], field: str) -> dict[str, Any]:
     """
     text = call["function"]["arguments"]
     try:
-        # of a text as long as this objects are made for seconds, in which no thread has its turn
+        # objects of so long a text are made for seconds, without a turn for the loop
         is_long = len(text) > MAX_FREE_BYTES
         arguments = None if is_long else json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
@@ -306,12 +306,6 @@ def _check_ids(value: Any) -> Any:
     raise wrong("a list of token ids is wanted")
 
 
-def _check_few(ids: list[int]) -> list[int]:
-    if len(ids) > MAX_STOP_LIST:
-        raise wrong(f"at most {MAX_STOP_LIST} token ids are allowed, got {len(ids)}")
-    return ids
-
-
 _IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
 _PROMPT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -330,4 +324,4 @@ LogitBias = Annotated[
 ]
 Prompt = Annotated[Any, AfterValidator(check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 TokenIds = Annotated[Any, AfterValidator(_check_ids), WithJsonSchema(_IDS_SCHEMA)]
-StopIds = Annotated[TokenIds, AfterValidator(_check_few)]
+StopIds = Annotated[TokenIds, Field(max_length=MAX_STOP_LIST)]

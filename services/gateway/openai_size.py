@@ -24,8 +24,6 @@ def check_size(raw: bytes) -> None:
         )
     try:
         sizes = {name: memoryview(each).nbytes for name, each in msgspec.structs.asdict(_decode(raw)).items()}
-    except msgspec.ValidationError:  # no object, which is told later
-        return
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The request body is no valid JSON: {error}.") from None
     if sum(sizes.values()) > MAX_FREE_BYTES:

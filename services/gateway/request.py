@@ -120,7 +120,7 @@ def check_model(gateway: Gateway, model: str) -> None:
 
 
 async def chat_text(gateway: Gateway, body: ChatBody | TokenizeBody, num_bytes: int) -> str:
-    """The chat of a body of so many bytes, on a thread where that is LONG. Raises: as ModelText.render_chat()."""
+    """The prompt, rendered on a thread if the body is LONG. Raises: as ModelText.render_chat()."""
 
     def render() -> str:
         return gateway.text.render_chat(

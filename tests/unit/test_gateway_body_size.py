@@ -20,19 +20,11 @@ def chat(field: bytes, value: bytes) -> ChatBody:
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        (b"tools", FUNCTION % ZEROS, "tools"),
-        (b"chat_template_kwargs", b'{"x":%b}' % ZEROS, "chat_template_kwargs"),
-        (b"unknown", LISTS.replace(b"0", LISTS[:99] + b"0]"), None),
-        (b"unknown", b"NaN", None),
-    ],
-)
-def test_what_objects_are_made_of_too_long_is_refused_at_a_look(field, value, param):
-    with pytest.raises(InvalidRequest) as raised:
-        chat(field, value)
-    assert raised.value.param == param
+def test_what_objects_are_made_of_too_long_is_refused_at_a_look():
+    more = LISTS.replace(b"0", LISTS[:99] + b"0]")
+    for field, value in ((b"tools", FUNCTION % ZEROS), (b"unknown", more), (b"unknown", b"NaN")):
+        with pytest.raises(InvalidRequest):
+            chat(field, value)
 
 
 def test_what_is_large_and_usual_is_taken():

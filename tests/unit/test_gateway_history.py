@@ -5,7 +5,6 @@ import json
 import pytest
 
 from services.gateway.openai import ChatBody, parse_body
-from services.gateway.openai_size import MAX_FREE_BYTES
 from services.gateway.text import ModelText
 from shared.errors import InvalidRequest
 from tests.unit.gateway_text_fixtures import make_model_dir
@@ -40,7 +39,7 @@ def arguments_of(message: dict) -> object:
         '{"a": 1} and more',
         '{"a":' + "[" * 200_000,
         '{"a": "\\ud83d',
-        '{"a": 0}' + " " * MAX_FREE_BYTES,
+        '{"a": 0}' + " " * (1 << 20),
     ],
     ids=range(10),
 )

@@ -1,7 +1,5 @@
 """What one request does when things happen to it."""
 
-import pytest
-
 from services.gateway.core.request_flow import (
     MAX_ATTEMPTS,
     MAX_LOSSES,
@@ -319,33 +317,23 @@ def test_losses_are_bounded_however_often_a_stream_gets_on():
     assert isinstance(actions[-1], Fail)
 
 
-@pytest.mark.parametrize(
-    ("has_output", "lose", "most"),
-    [
-        (False, lambda flow: flow.on_instance_down(D0.instance, now_ms=2), MAX_LOSSES_IN_A_ROW),
-        (False, lambda flow: failed(flow, "peer.gone"), MAX_LOSSES_IN_A_ROW),
-        (True, lambda flow: failed(flow, "peer.gone"), MAX_LOSSES),
-        (False, lambda flow: failed(flow, "draining"), MAX_ATTEMPTS),
-        (False, lambda flow: flow.on_instance_down(D0.instance, now_ms=2, reached=False), MAX_ATTEMPTS),
-    ],
-)
-def test_a_request_that_instances_die_of_is_given_up_and_one_that_met_those_that_go_is_not(
-    has_output, lose, most
-):
-    flow = started()
-    for number in range(1, most + 1):
-        flow.on_placed(placed(number, prefill=None), now_ms=1)
-        if has_output:
-            flow.mark_output()
-        actions = lose(flow)
-        assert (flow.phase is Phase.ENDED) == (number == most)
-        if flow.phase is Phase.BACKOFF:
-            flow.on_tick(now_ms=flow._wake_ms)
-    assert (actions[-1].code == "cluster.error") == (most < MAX_ATTEMPTS)
-
-
-def failed(flow: RequestFlow, code: str):
-    return flow.on_failed(flow.attempt, code, "gone", True, now_ms=2, source=D0.instance)
+def test_a_request_that_instances_die_of_is_given_up_and_one_that_met_those_that_go_is_not():
+    for code, has_output, most in (
+        ("peer.gone", False, MAX_LOSSES_IN_A_ROW),
+        ("peer.gone", True, MAX_LOSSES),
+        ("draining", False, MAX_ATTEMPTS),
+        ("", False, MAX_ATTEMPTS),
+    ):
+        flow = started()
+        for number in range(1, most + 1):
+            flow.on_tick(now_ms=flow._wake_ms if flow.phase is Phase.BACKOFF else 1)
+            flow.on_placed(placed(number, prefill=None), now_ms=1)
+            if has_output:
+                flow.mark_output()
+            assert flow.phase is Phase.DECODING
+            last = flow.on_instance_down(D0.instance, now_ms=2, reached=False) if not code else []
+            last = last or flow.on_failed(number, code, "x", True, now_ms=2, source=D0.instance)
+        assert (last[-1].code == "cluster.error") == (most < MAX_ATTEMPTS)
 
 
 def test_a_held_placement_is_waited_for_as_long_as_the_scheduler_says_and_not_beyond_its_deadline():

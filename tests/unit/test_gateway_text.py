@@ -12,7 +12,7 @@ from tokenizers import processors
 from services.gateway.core.tools import format_of
 from services.gateway.detokenize import TokenTexts
 from services.gateway.logprobs import CompletionLogprobs, TextOffsets, chat_logprobs
-from services.gateway.openai import ChatBody, parse_body
+from services.gateway.openai import ChatBody
 from services.gateway.request import chat_text
 from services.gateway.segment_cache import SegmentCache
 from services.gateway.text import INLINE_CHARS, INLINE_TOKENS, LONG, ModelText
@@ -260,5 +260,5 @@ async def test_long_work_has_a_thread_of_its_own_and_no_usual_prompt_waits(text)
     await text.beside(LONG, begun.set)
     assert await long
     text.render_chat = lambda *_, **__: threading.current_thread().name
-    body = parse_body(ChatBody, b'{"model":"m","messages":[{"role":"user","content":"x"}]}')
+    body = ChatBody.model_construct(messages=[])
     assert (await chat_text(SimpleNamespace(text=text), body, LONG + 1)).startswith("long")

@@ -38,8 +38,7 @@ BACKOFF_FIRST_MS = 50
 RETRY_AFTER_MS = 1_000  # what a client is told when the retry budget is spent
 BACKOFF_MAX_MS = 1_000
 MAX_ATTEMPTS = 64  # beyond any placement deadline at BACKOFF_MAX_MS; a bound even if settings say otherwise
-# Instances that died of, or with, one request: in a row without a token of it in between, and in all. Then it ends: it
-# may be what kills them, and the next one has others' requests to lose.
+# Instances lost with one request, in a row without a token in between, and in all: it may be what kills them.
 MAX_LOSSES_IN_A_ROW, MAX_LOSSES = 3, 8
 
 
@@ -224,8 +223,7 @@ class RequestFlow:
     ) -> list[Action]:
         """The link to an instance broke. Matters only if this request still needs that instance.
 
-        `unread`: it is there, and said what is no message, an answer to this request perhaps. `reached`: the request
-        may have come there.
+        `unread`: it is there, and said what is no message, an answer to this request perhaps. `reached`: it has it.
         """
         placed = self.placed
         if placed is None or self.phase not in (Phase.PREFILLING, Phase.DECODING):
@@ -319,7 +317,7 @@ class RequestFlow:
     ) -> list[Action]:
         """The running attempt will bring no more: it was enough, another one follows, or the request fails.
 
-        `lives`: `gone` has not ended the attempt, and must be told to. `died`: with the request in it.
+        `lives`: `gone` has not ended the attempt, and must be told to. `died`: with it.
         """
         actions = self._drop_attempt(gone=None if lives else gone)
         if self.answered:
