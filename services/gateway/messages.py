@@ -13,6 +13,7 @@ def place_message(call: Call, action: SendPlace, model: str) -> Place:
         attempt=action.attempt,
         num_prompt_tokens=call.num_prompt_tokens + len(call.output_ids),
         max_tokens=call.sampling.max_tokens,
+        num_choices=call.sampling.n,
         model=model,
         hits=call.found.hits,
         seen_tokens=call.found.seen_tokens,

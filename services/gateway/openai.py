@@ -32,11 +32,11 @@ from services.gateway.openai_fields import (
 from services.gateway.openai_refused import Refused, RefusedFields, RefusedInChats, RefusedRendering
 from services.gateway.openai_structured import StructuredOutputs, schema_spec
 from shared.errors import InvalidRequest
+from shared.wire.placement import MAX_CHOICES
 from shared.wire.requests import GREEDY_BELOW, SamplingSpec, StructuredSpec, too_many
 
 Value = TypeVar("Value")
 
-MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_INT64 = (1 << 63) - 1
 MIN_TOP_P = 1e-6  # OpenAI allows 0, engines do not; this keeps the most likely token only

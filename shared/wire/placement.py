@@ -24,6 +24,9 @@ class PrefixHit(Struct, frozen=True, array_like=True):
     medium: Medium = "hbm"  # the slowest that the prefix needs; "hbm": the engine's own memory, on a CPU too
 
 
+MAX_CHOICES = 128  # of a request
+
+
 class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     """Answered by Placed or Rejected with the same request_id and attempt."""
 
@@ -42,6 +45,7 @@ class Place(Struct, frozen=True, kw_only=True, omit_defaults=True, tag="place"):
     explain: bool = True  # somebody will read the ways that were not taken
     continues: bool = False  # the prefill stage's token is final: no decode instance draws it again
     weight: float = 1.0  # of the tenant, where all instances are full
+    num_choices: int = 1  # answers to the one prompt
     begun: bool = False  # its client has some of the answer already, and waits for the rest: it is never held
 
 

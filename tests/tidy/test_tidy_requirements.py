@@ -13,5 +13,7 @@ def own_locks(name: str) -> set[str]:
 
 def test_a_machine_with_a_gpu_installs_for_its_tests_what_one_without_installs():
     for device in ("cpu", "cuda"):
-        assert (REQUIREMENTS / f"dev-{device}.txt").read_text("utf-8") == f"-r engine-{device}.txt\n-r dev.txt\n"
+        assert (REQUIREMENTS / f"dev-{device}.txt").read_text(
+            "utf-8"
+        ) == f"-r engine-{device}.txt\n-r dev.txt\n"
     assert {"matplotlib", "pytest", "locust"} <= {lock.partition("==")[0] for lock in own_locks("dev.txt")}

@@ -1,5 +1,6 @@
 """Room in decode's pages: who has it is preferred, else one instance, else a bounded wait in order, and it says so."""
 
+import msgspec
 import pytest
 
 from services.scheduler.core import room
@@ -91,6 +92,15 @@ def test_answers_are_as_long_as_the_instance_says_at_most_max_tokens():
     assert isinstance(
         cluster(rooms, disaggregation="always").place(place(tokens=320, max_tokens=9_000), now_ms=1), Held
     )
+
+
+def test_each_choice_of_a_request_has_its_answer():
+    rooms = {"p0": None, "d0": Room(1_000, 10, 0, 64)}
+    made = cluster(rooms, disaggregation="always")
+    assert isinstance(made.place(place("one", tokens=320, max_tokens=64), now_ms=1), Placed)
+    made = cluster(rooms, disaggregation="always")
+    many = msgspec.structs.replace(place("many", tokens=320, max_tokens=64), num_choices=128)
+    assert isinstance(made.place(many, now_ms=1), Held)
 
 
 def test_nobody_has_room_so_the_request_is_held_and_placed_with_the_report_that_has_it():

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import InstanceId, RequestId
-from shared.wire.placement import Place
+from shared.wire.placement import MAX_CHOICES, Place
 
 Stage = Literal["prefill", "decode", "colocated"]
 AttemptKey = tuple[RequestId, int]
@@ -22,7 +22,8 @@ class PlacementRequest(Struct, frozen=True):
     session: str = ""  # "": none
     exclude: frozenset[InstanceId] = frozenset()
     must_colocate: bool = False
-    max_tokens: int = 0  # of the output; 0: not known
+    max_tokens: int = 0  # of an answer; 0: not known
+    num_choices: int = 1  # answers
     hit_tokens: dict[InstanceId, int] = {}  # in the instance's own memory
     dram_tokens: dict[InstanceId, int] = {}  # with the host memory behind it, where that has more
     seen_tokens: int = 0  # leading ones that the gateway was asked for before
@@ -55,6 +56,7 @@ def from_wire(place: Place, gateway: str = "") -> PlacementRequest:
         exclude=frozenset(place.exclude),
         must_colocate=place.must_colocate,
         max_tokens=max(0, place.max_tokens),
+        num_choices=min(max(1, place.num_choices), MAX_CHOICES),
         hit_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium != "dram"), num_tokens),
         dram_tokens=_clipped(((h.instance, h.tokens) for h in place.hits if h.medium == "dram"), num_tokens),
         seen_tokens=min(max(0, place.seen_tokens), num_tokens),

@@ -24,9 +24,9 @@ UNBOUNDED_TOKENS = 4_096  # of an answer, where neither request nor worker knows
 
 
 def need_blocks(request: PlacementRequest, known: Instance) -> int:
-    """Pages that the prompt and its answer may take there. 0: the instance says nothing of its pages.
+    """Pages that the prompt and its answers may take there. 0: the instance says nothing of its pages.
 
-    The answer: max_tokens, at most what the instance says answers took there.
+    An answer: max_tokens, at most what the instance says answers took there.
     """
     report = known.load.report
     room = report.room if report is not None else None
@@ -35,14 +35,14 @@ def need_blocks(request: PlacementRequest, known: Instance) -> int:
 
 def _need(request: PlacementRequest, room: Room, block_tokens: int) -> int:
     answer = min(request.max_tokens or UNBOUNDED_TOKENS, room.answer_tokens or UNBOUNDED_TOKENS)
-    tokens = request.num_prompt_tokens + answer
+    tokens = request.num_prompt_tokens + answer * request.num_choices
     return min(-(-tokens // block_tokens), int(MOST_SHARE * room.num_blocks)) if block_tokens > 0 else 0
 
 
 def lacking(request: PlacementRequest, field: Field, role: Role, slack_share: float = 0.0) -> set[InstanceId]:
     """Instances of the role whose room is too small. Cost: of those with less room than the request could need."""
     out: set[InstanceId] = set()
-    tokens = request.num_prompt_tokens + (request.max_tokens or UNBOUNDED_TOKENS)
+    tokens = request.num_prompt_tokens + (request.max_tokens or UNBOUNDED_TOKENS) * request.num_choices
     most = -(-tokens // field.standing.block_tokens)
     needs: dict[tuple[int, int, int], int] = {}  # less the slack; most instances are alike
     for room_blocks, name, row in field.standing.rooms:
