@@ -98,6 +98,19 @@ def test_only_what_the_target_lacks_moves(pair):
     pair.settled()
 
 
+def test_blocks_that_the_target_has_are_not_evicted_for_those_that_it_lacks():
+    rig = ApiRig(P, D, pages=4, max_held_ratio=1.0)
+    caller = rig.connect(P)
+    known = rig.save(caller, PROMPT[:1], D, "dram")
+    rig.alloc(rig.connect(D), 2, D, "dram")
+    sources = raw(rig.save(caller, PROMPT[:3], flags=PIN))
+    fields = INSERT | {"sources": sources, "hashes": b"".join(PROMPT[:3])}
+    reply = rig.call(caller, wire.Transfer, target=D, flags=int(TransferFlags.DRAM), **fields)
+    assert reply.code == "pages.exhausted"
+    assert rig.match(caller, PROMPT, D) == known
+    assert rig.api.homes[D].dram.index.num_pinned == 0
+
+
 @pytest.mark.parametrize(
     ("result", "code"), [({"failed": True}, "copy.failed"), ({"stale": (1,)}, "epoch.stale")]
 )

@@ -16,15 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.mempool.core.api_state import (
-    CallPeer,
-    Holder,
-    Home,
-    MovePages,
-    check_can_be_blocks,
-    held,
-    owned,
-)
+from services.mempool.core import api_state as state
+from services.mempool.core.api_state import CallPeer, Holder, Home, MovePages, held, owned
 from services.mempool.core.busy_pages import BusyPages
 from services.mempool.core.entry import Entry
 from services.mempool.core.tiers import CopyResult
@@ -261,12 +254,16 @@ class Moves:
         move = _Move(holder, call_id, order, source, home, sources, [])
         if order.insert:
             self._api.check_path(home, order.parent, hashes, order.last_tokens)
-            check_can_be_blocks(home, self._api.stretches(order.targets))
+            state.check_can_be_blocks(home, self._api.stretches(order.targets))
             found = home.places.prefix(hashes)
             move.known = [(stretch.space, entry) for stretch in found for entry in stretch.entries]
-        self._take_targets(move, num_sources)
-        for space, entry in move.known:
+        for space, entry in move.known:  # else they might be evicted for the others
             self._api.allocator(space).index.pin([entry])
+        try:
+            self._take_targets(move, num_sources)
+        except ClusterError:
+            self._unpin_known(move)
+            raise
         holder.num_open += 1
         number = self._number()
         self._moves[number] = move
@@ -336,11 +333,14 @@ class Moves:
                 for space, pages in move.own.owned.items():
                     self._api.give_up(space, list(pages))
             self._api.fail(move.holder, move.call_id, error)
-        for space, entry in move.known:
-            self._api.allocator(space).index.unpin([entry])
+        self._unpin_known(move)
         if move.sources is not None:
             free = error is None and bool(move.order.flags & TransferFlags.FREE_SOURCE)
             self._let_go(move.sources, free=free)
+
+    def _unpin_known(self, move: _Move) -> None:
+        for space, entry in move.known:
+            self._api.allocator(space).index.unpin([entry])
 
     def _error_of(self, move: _Move, result: CopyResult) -> ClusterError | None:
         order = move.order
