@@ -1,12 +1,16 @@
 """What names a space that has ended, in a message, an answer or what parts of the mempool remember, harms nobody."""
 
-from services.mempool.core.actions import PoolLimits
+import pytest
+
+from services.mempool.core.actions import ApiSend, PoolLimits
 from services.mempool.core.mempool import Mempool
 from services.mempool.core.space import Plan
 from shared.ids import Epoch, HandoffId, InstanceId
+from shared.kv.layout import LENDER
 from shared.kv.page import PageState, pack_word
 from shared.kv.words import u32_list
 from shared.wire import mempool as wire
+from shared.wire import mempool_api as api_wire
 from shared.wire import mempool_peer as peer_wire
 from tests.unit.mempool_harness import BOOT, DESCRIPTION, PAGE_BYTES, chain, page_lists
 from tests.unit.test_mempool_endings import AB, IDLE_MS, Rig, engine, rig, stays
@@ -94,3 +98,23 @@ def test_a_successor_that_has_more_spaces_than_it_may_make_ends_as_many_as_a_new
         assert not rig.refused(rig.come(name))
     assert rig.ended == [4, 6, 7, 8]
     assert [rig.space(name) for name in ("a", "b", "c")] == [0, 9, 10]
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_caller_of_an_instance_whose_space_has_ended_keeps_what_it_has_in_the_memory_behind(maps):
+    rig = Rig(max_spaces=3, dram_bytes=4 * PAGE_BYTES, dram_for_host=True)
+    rig.worker(PREFILL, "cpu")
+    connection, name, api = rig.come("kept", "none", quota=2), InstanceId("kept"), rig.core.api
+    behind = rig.core.dram.tiers[rig.space("kept")].slow
+    api.connect(50, api_wire.ApiHello(instance=name), 999)
+    rig.core.callers.computes([999] if maps else [])
+    for medium in ("hbm", "dram"):
+        api.on_call(50, api_wire.AllocMem(call_id=1, num_blocks=2, instance=name, mem_type=medium), 0)
+    got = [each.message for each in rig.core.after_api(0) if isinstance(each, ApiSend)]
+    api.on_call(50, api_wire.FreeMem(call_id=2, addresses=got[0].addresses), 0)
+    rig.go(connection)
+    rig.come("late", LENDER)
+    assert (len(rig.ended), behind.num_free) == (1, 2)
+    api.on_closed(50)
+    rig.core.on_process_dead(999, 0)
+    assert behind.num_free == 4

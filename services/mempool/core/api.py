@@ -101,6 +101,7 @@ class Api:
         for instance, addresses in holder.remote.items():
             if instance in self.peers:
                 self.moves.free_at(instance, sorted(addresses))
+        holder.owned = {space: pages for space, pages in holder.owned.items() if pages}
         if holder.process is None:
             for space, pages in holder.owned.items():
                 self.give_up(space, list(pages))
@@ -391,7 +392,8 @@ class Api:
 
     def give_up(self, space: SpaceId, pages: Sequence[PageId]) -> None:
         """Free pages that nobody holds, those that a copy reads or writes after its end."""
-        self.moves.busy.when_idle(space, pages, self.allocator(space).give_up)
+        if pages:  # else the space may be over
+            self.moves.busy.when_idle(space, pages, self.allocator(space).give_up)
 
     def _done(self) -> list[ApiAction]:
         out, self.out = self.out, []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
 
@@ -121,17 +121,21 @@ Beside = Callable[["Holder", Home, bytes], bytes]  # what a caller gets with pag
 
 
 class Homes(dict[InstanceId, Home]):
-    """By instance. An instance that came back with other pages has another home; for what its callers still have in the
-    spaces of before, the home of before is remembered, one for each such space."""
+    """By instance. One that came back with other pages has another home, and one whose space has ended none: of spaces
+    of before, what callers still have there is remembered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[SpaceId, Home] = {}
+        self._before: dict[SpaceId, Allocator] = {}
 
     def __setitem__(self, instance: InstanceId, home: Home) -> None:
-        if (before := self.get(instance)) is not None:
-            self._before.update((each.space, before) for _, each in before.spaces())
+        self.end(instance)
         super().__setitem__(instance, home)
+
+    def end(self, instance: InstanceId) -> None:
+        """Its space ends; the host memory behind that may not."""
+        if (before := self.pop(instance, None)) is not None:
+            self._before.update((each.space, each) for _, each in before.spaces())
 
     def forget(self, space: SpaceId) -> None:
         """The space is over: no holder has anything there."""
@@ -139,9 +143,8 @@ class Homes(dict[InstanceId, Home]):
 
     def allocator(self, space: SpaceId) -> Allocator:
         """Of a space that a holder has pages of."""
-        past = self._before.get(space)
-        homes = chain(self.values(), (past,) if past is not None else ())
-        return next(each for home in homes for _, each in home.spaces() if each.space == space)
+        now = (each for home in self.values() for _, each in home.spaces() if each.space == space)
+        return next(now, None) or self._before[space]
 
 
 @dataclass(slots=True)

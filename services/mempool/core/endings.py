@@ -134,13 +134,13 @@ class Endings:
 
     def _end(self, pool: Pool) -> list[Action]:
         core, number = self._core, pool.number
+        for instance in [name for name, where in self._space_of.items() if where == number]:
+            del self._space_of[instance]
+            core.api.api.homes.end(instance)
         for shelf in self._shelves(number):
             core.lending.copies.end(shelf)
             del core.lending.shelves[shelf.number], core.lending.loans.shelves[shelf.producer, shelf.consumer]
             self._forget(core.pools[shelf.number])
-        for instance in [name for name, where in self._space_of.items() if where == number]:
-            del self._space_of[instance]
-            core.api.api.homes.pop(instance, None)
         core.pulls.push_back.forget(number)
         core.layers.forget_space(pool)
         actions = pool.flush()  # its last words
