@@ -2,9 +2,10 @@
 
 import pytest
 
-from services.mempool.core.actions import AskPeer, PullRemote, TellPeer
+from services.mempool.core.actions import ApiSend, AskPeer, PoolLimits, PullRemote, TellPeer
 from services.mempool.core.api_peers import CHECK_TIMEOUT_MS, FIRST_CONNECTION, FIRST_NUMBER, ApiPeers
 from services.mempool.core.api_state import CallPeer, MovePages
+from services.mempool.core.mempool import Mempool
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId, PageId, SpaceId
 from shared.kv.words import u32_bytes, u32_list, u64_list
@@ -80,9 +81,25 @@ def test_what_is_served_here_is_nobody_elses_and_strangers_are_not_believed(peer
     assert peers.api.peers == {D: 1}
 
 
-def test_a_successor_that_serves_others_is_another_mempool(peers):
+def test_an_instance_that_a_peer_does_not_name_any_more_is_forgotten(peers):
     peers.here(Q)
     assert peers.api.peers == {Q: 1}
+
+
+def test_an_instance_that_has_gone_from_a_peer_costs_nobody_what_is_of_the_others_there():
+    core, caller = Mempool(PoolLimits(capacity_bytes=1 << 20), Epoch(1)), 1 << 32
+    core.peer_address, core.api.peers.addresses = HERE, (THERE,)
+    core.on_peer_answer(THERE, peer_wire.Here(instances=[D, Q]), 0)
+    core.api.connect(caller, wire.ApiHello(instance=P), None)
+    core.api.api.holders[caller].remote = {D: {b"d"}, Q: {b"q"}}
+    for call_id, name in enumerate((D, Q)):
+        call = wire.AllocMem(call_id=call_id, num_blocks=1, mem_type="dram", instance=name)
+        core.api.on_call(caller, call, 0)
+    core.after_api(0)
+    done = core.on_peer_answer(THERE, peer_wire.Here(instances=[D]), 1)
+    assert [a.message.call.addresses for a in done if isinstance(a, AskPeer)] == [b"q"]
+    assert [(a.message.call_id, a.message.code) for a in done if isinstance(a, ApiSend)] == [(1, "peer.gone")]
+    assert core.api.api.holders[caller].remote == {D: {b"d"}}
 
 
 def test_an_instance_that_comes_here_costs_callers_nothing_that_they_have_at_its_old_host(peers):

@@ -8,7 +8,7 @@ Transfers are in api_moves.py. Errors become ApiFailed; a caller that breaks the
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
 
@@ -68,24 +68,21 @@ class Api:
 
     def lose_peer(self, peer: int) -> list[ApiAction]:
         """A peer mempool is gone, and what its instances had: calls to it fail."""
-        gone = {instance for instance, number in self.peers.items() if number == peer}
+        return self.lose([instance for instance, number in self.peers.items() if number == peer])
+
+    def lose(self, gone: Collection[InstanceId]) -> list[ApiAction]:
+        """Instances of peers are gone, and what they had: calls about them fail."""
         for instance in gone:
             del self.peers[instance]
-        for holder in self.holders.values():
-            for instance in gone:
+            for holder in self.holders.values():
                 holder.remote.pop(instance, None)
         self.moves.lose_peer(gone)
         return self._done()
 
     def connect(
-        self,
-        connection: int,
-        instance: InstanceId,
-        *,
-        process: int | None = None,
-        receives: bool = False,
+        self, connection: int, instance: InstanceId, *, process: int | None = None, receives: bool = False,
         is_mempool: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A caller. `process`: number of the living process, if it maps the pages and so may write them."""
         self.holders[connection] = Holder(connection, instance, process, receives, is_mempool)
 

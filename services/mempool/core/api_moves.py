@@ -208,7 +208,7 @@ class Moves:
     def lose_peer(self, instances: Collection[InstanceId]) -> None:
         """Nobody answers for these any more."""
         for number in [n for n, waiting in self.forwarded.items() if waiting.instance in instances]:
-            self._give_up_call(number, PeerGone("the connection to the target's mempool ended"))
+            self._give_up_call(number, PeerGone("nobody reaches the target any more"))
 
     def _give_up_call(self, number: int, error: ClusterError) -> None:
         waiting = self.forwarded.pop(number)

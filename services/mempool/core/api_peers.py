@@ -9,7 +9,7 @@ Why no byte can be wrong: the source's mempool holds the pages (Moves._hold) unt
 has told its caller that it failed, and after the last byte its word says whether this transfer is still under way and
 each page still has the epoch of its address. It gives only pages that a transfer under way names. Pages lie in host
 memory at both ends: a path to others is refused, and the transfer fails. A peer whose link is lost is unknown until it
-answers again; calls to it fail at once.
+answers again, an instance until it is named again; calls to them fail at once.
 """
 
 from collections import Counter
@@ -93,13 +93,20 @@ class ApiPeers:
     def _on_here(self, address: str, message: peer_wire.Here) -> None:
         said = set(message.instances[:MAX_HERE])
         found = {name for name in said if name not in self._api.homes}  # what has come here is served here
-        known = self._here.get(address, set())
-        if known - said:  # another mempool has started there
-            self._api.lose_peer(self.addresses.index(address))
-            known = set()
+        known, number = self._here.get(address, set()), self.addresses.index(address)
+        # their spaces have ended: of another mempool there on_lost() comes first
+        gone = [name for name in sorted(known - said) if self._api.peers.get(name) == number]
+        for holder in self._api.holders.values():
+            for instance in gone:
+                self._api.moves.free_at(instance, sorted(holder.remote.get(instance, ())))
+        for action in self._api.lose(gone):
+            if isinstance(action, CallPeer) and isinstance(action.message, wire.FreeMem):
+                self._out.append(AskPeer(address, peer_wire.PeerCall(call=action.message)))
+            else:
+                self._api.out.append(action)
         for instance in sorted(name for name in found if name not in known or name not in self._api.peers):
             try:
-                self._api.add_peer(instance, self.addresses.index(address))
+                self._api.add_peer(instance, number)
             except InvalidRequest:
                 self._api.counters["instances_of_one_key"] += 1
         self._here[address] = found

@@ -355,8 +355,7 @@ class ApiSpaces:
         if not self.peers.is_mine(message):
             return False
         reply = self.peers.on_answer(address, message, now_ms)
-        if reply is not None:
-            self._perform(self.api.on_peer_reply(reply))
+        self._perform(self.api.tick(now_ms) if reply is None else self.api.on_peer_reply(reply))
         return True
 
     def on_peer_lost(self, address: str) -> None:
