@@ -6,14 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.mempool import copy_spans
-from services.mempool.core.actions import (
-    CopyPages,
-    CreateMemory,
-    CreateSlabs,
-    MapFarPages,
-    ReleaseUnits,
-    RestoreUnits,
-)
+from services.mempool.core import actions
+from services.mempool.core.actions import CopyPages, CreateMemory, CreateSlabs, ReleaseUnits, RestoreUnits
 from services.mempool.descriptors import of_memory
 from services.mempool.far_messages import far_in_host, far_in_slabs
 from services.mempool.kept import Kept
@@ -38,6 +32,7 @@ if TYPE_CHECKING:
     from services.mempool.mover_regions import HostRegion, RankRegion
 
 DEFAULT_COPYING = CopyOptions()
+LOOK_AGAIN_S = 0.1
 
 log = get_logger("mempool.spaces")
 
@@ -129,7 +124,7 @@ class Spaces:
         """Descriptors of one rank's slabs, the caller's to close. Raises: ResourceError."""
         return opened(self.slabs[number, rank].export, which)
 
-    def far_pages(self, action: MapFarPages) -> tuple[MapFar, list[int]]:
+    def far_pages(self, action: actions.MapFarPages) -> tuple[MapFar, list[int]]:
         """What a rank is told to map them, and descriptors, the caller's to close. Raises: ResourceError."""
         if self.has_slabs(action.space):
             told, slabs = far_in_slabs(action, self._metas[action.space])
@@ -316,7 +311,7 @@ class Spaces:
             log.info("pages_punched", space=number, num_pages=len(pages))
 
     def release(self, action: ReleaseUnits, on_done: Callable[[bool], None], *, may_punch: bool) -> None:
-        """Give memory back that no other process maps. `on_done`: whether it failed, so that all of it stays."""
+        """Give memory back that no other process maps; of GPUs behind copies in doubt. `on_done`: whether it stays."""
         number, memory = action.space, self.memories[action.space]
         if not self.has_slabs(number):
             mover = self._mover
@@ -328,6 +323,16 @@ class Spaces:
                 on_done(True)
             else:
                 self._system.punch(memory, number, action.units, on_done)
+        else:
+            self._release_slabs(action, on_done)
+
+    def _release_slabs(self, action: ReleaseUnits, on_done: Callable[[bool], None]) -> None:
+        number = action.space
+        if number not in self.memories:
+            return  # they went with the space
+        if self._mover is not None and self._mover.uses.in_doubt(number):
+            # a copy reads there still, and no rank maps these any more: they cannot stay
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._release_slabs, action, on_done)
             return
 
         def released(failed: bool) -> None:

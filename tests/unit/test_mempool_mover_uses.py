@@ -1,5 +1,6 @@
 """Copies that have ended and may still run: their spaces are in use, and stay page-locked."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +61,19 @@ def test_host_memory_that_a_failed_copy_may_still_read_stays_page_locked(in_doub
     spaces._system = SimpleNamespace(punch=lambda _memory, _number, units, _on_done: punched.extend(units))
     spaces.release(ReleaseUnits([4, 5], 0, unlocks=True), done.append, may_punch=True)
     assert (done, rests, punched) == (([True], [], []) if in_doubt else ([], [0], [4, 5]))
+
+
+async def test_gpu_memory_that_a_failed_copy_may_still_read_goes_when_that_is_over(monkeypatch):
+    monkeypatch.setattr("services.mempool.spaces.LOOK_AGAIN_S", 0)
+    doubted, done = {0}, []
+    spaces = Spaces(
+        SimpleNamespace(slabs_changed=lambda *_, **__: 0), Epoch(1), lambda *_: None, lambda *_: None
+    )
+    spaces.memories[0] = spaces._metas[0] = SimpleNamespace(pages_per_slab=1)
+    spaces._mover = SimpleNamespace(uses=SimpleNamespace(in_doubt=doubted.__contains__))
+    spaces._system = SimpleNamespace(release=lambda *what: what[-1](False))
+    spaces.release(ReleaseUnits([4], 0), done.append, may_punch=True)
+    for expected in ([], [False]):
+        await asyncio.sleep(0.01)
+        assert done == expected
+        doubted.clear()
