@@ -253,7 +253,7 @@ class MempoolShell:
             log.error("memory_lacking", connection=connection.state, reason=reason)
             return refusal(connection.state, OutOfPages.code, reason)
         actions = self.pool.on_attach(connection.state, process, message, self.clock.now_ms())
-        found = self._processes.pidfd_of(process) if process else None
+        found = self._processes.pidfd_of(process) if self.pool.has_member(connection.state) else None
         if found is not None and message.kind != "client":  # kept before the actions give it memory
             self.kept.process(*found, message.kind, message.instance, [self.pool.space_of(message.instance)])
         return actions

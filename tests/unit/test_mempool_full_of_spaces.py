@@ -1,8 +1,11 @@
 """A mempool with as many spaces as it may have says so to whoever would need another one."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from services.mempool.shell import MempoolShell
 from shared.ids import InstanceId
 from shared.wire import mempool as wire
 from tests.unit.mempool_harness import DESCRIPTION
@@ -51,3 +54,14 @@ def test_whoever_has_a_place_in_a_space_gets_it_in_a_full_mempool_too(rig):
     rig.worker(7, "cpu:2", instance="b")
     assert 7 not in rig.disconnected
     assert len(rig.core.pools) == 2
+
+
+def test_a_process_that_is_refused_is_kept_for_no_space(rig):
+    shell = SimpleNamespace(
+        pool=rig.core, clock=SimpleNamespace(now_ms=lambda: 0), kept=None,
+        spaces=SimpleNamespace(ready=SimpleNamespace(make=lambda _: "")),
+        _processes=SimpleNamespace(number_of=lambda _: 7, pidfd_of=lambda _: (7, -1)),
+    )  # fmt: skip
+    link = SimpleNamespace(state=50, peer=SimpleNamespace(pid=7))
+    message = wire.Attach(kind="engine", instance=InstanceId("c"), description=OTHER)
+    assert len(MempoolShell._attach(shell, link, message)) == 2, "a refusal, and the end"

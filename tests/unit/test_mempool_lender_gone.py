@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from services.mempool.core.actions import ReleaseUnits
 from services.mempool.core.lifetimes import LENDER_IDLE_MS
 from services.mempool.core.space import Plan
-from shared.ids import InstanceId
+from shared.ids import Epoch, InstanceId
 from shared.kv.layout import LENDER as ONLY_LENDS
 from shared.kv.layout import TENSORS
 from shared.kv.page import PageState, pack_word
@@ -137,3 +137,18 @@ def test_the_pages_of_a_lender_that_says_that_it_touches_none_are_free_at_a_succ
     )
     after.run(after.core.on_attach(2, 7, engine, after.now_ms))
     assert pages(after) == {"free": 8}
+
+
+def test_an_engine_that_is_back_in_its_space_is_not_ended_for_another_where_its_pages_wait():
+    after, name, other = successor("CPU_ATTN"), InstanceId("p"), Epoch(BOOT + 3)
+    after.core.adopt(
+        3, DESCRIPTION, Plan(8, PAGE_BYTES, 1), [pack_word(BOOT, PageState.WRITING)] * 8, b"", processes=[7],
+        engines=[7], instances=[name], label="b", memory_id=other,
+    )  # fmt: skip
+    after.dead(9)
+    attach = wire.Attach(
+        kind="engine", instance=name, description=DESCRIPTION, device="cpu:b", memory_id=other
+    )
+    after.run(after.core.on_attach(1, 7, attach, 5))
+    assert not after.core.awaited()
+    assert after.core.pools[0].awaited() == {7}

@@ -46,12 +46,26 @@ class FromOutside(ABC):
     load_interval_ms: int = 0
     counters: Counter[str]
     _space_of: dict[InstanceId, int]
+    _members: dict[int, int]
 
     @abstractmethod
     def _touch(self, *pools: Pool) -> None: ...
 
     @abstractmethod
     def _after(self, now_ms: int) -> list[Action]: ...
+
+    def has_member(self, connection: int) -> bool:
+        """Whether it is an engine's, a rank's or a caller's."""
+        return connection in self._members
+
+    def awaited(self) -> set[int]:
+        """Processes of an earlier mempool that must say what they hold, and have not. An engine that is back in
+        another space need not: its pages wait for its death."""
+        found = set[int]()
+        for pool in self.pools.values():
+            others = [p.memory for p in self.pools.values() if p.memory is not None and p is not pool]
+            found |= pool.owing() - {e.process for m in others for e in m.engines.attached.values()}
+        return found
 
     # -- copies -------------------------------------------------------------------------------------
 

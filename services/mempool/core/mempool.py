@@ -114,10 +114,6 @@ class Mempool(FromOutside):
         self.dram.link()
         return actions
 
-    def awaited(self) -> set[int]:
-        """Processes of an earlier mempool that must say what they hold, and have not."""
-        return {number for pool in self.pools.values() for number in pool.owing()}
-
     def _touch(self, *pools: Pool) -> None:
         """Their actions are due with the next ones that are returned."""
         self._touched.update((pool.number, pool) for pool in pools if pool.number in self.pools)
