@@ -105,6 +105,17 @@ class FarMarket(Market):
         return self.core.swaps.far.num_placed
 
 
+def test_an_engine_that_sends_blocks_far_before_its_rank_is_back_has_places_when_that_is():
+    rig = FarMarket()
+    ranks = rig.core.pools[0].memory.engines.ranks
+    late = ranks.pop(RANK)
+    assert rig.out(1, ABCD, "abcd") == [NO_PLACE] * 4
+    ranks[RANK] = late
+    rig.say(PREFILL, FarOut(number=2, hashes=b"".join(ABCD)))
+    rig.copied()
+    assert rig.seen(rig.placed(2)) == "abcd"
+
+
 def test_blocks_are_read_where_their_copies_are_mapped_and_nothing_evicts_those():
     rig = FarMarket(dram_pages=4)
     places = rig.out(1, ABCD, "abcd")

@@ -82,7 +82,7 @@ class Far(FarMoves):
         return next((user for user in self._users if user.engine is engine), None)
 
     def _user(self, pool: Pool, engine: Engine) -> User:
-        """Made when an engine first asks: its ranks have attached before it."""
+        """Made when an engine first asks with all of its ranks there."""
         if (known := self._user_of(engine)) is not None:
             return known
         assert pool.memory is not None
@@ -90,7 +90,8 @@ class Far(FarMoves):
         is_whole = len(mine) == pool.memory.num_ranks
         num_places = min((r.far_places for r in mine.values()), default=0) if is_whole else 0
         made = User(engine, pool, {c: r.number for c, r in mine.items()}, list(range(num_places))[::-1])
-        self._users.append(made)
+        if is_whole:  # else this call alone finds no place
+            self._users.append(made)
         return made
 
     def _begin(self, user: User, call: FarOut) -> None:
