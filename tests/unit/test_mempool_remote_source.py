@@ -4,6 +4,7 @@ import msgspec
 
 from shared.kv.words import u32_bytes, u32_list, u64_bytes
 from shared.wire import mempool_peer as peer
+from tests.unit.test_mempool_lending import ABCD, Market
 from tests.unit.test_mempool_remote import A_HOST, ABC, LINK, PREFILL, Host, TwoMempools
 
 
@@ -60,3 +61,18 @@ def test_blocks_without_a_lease_are_a_miss_and_nothing_of_them_is_left():
     assert two.b.core.counters["remote_malformed"] == 1
     assert not two.b.core.remote.pulls
     two.b.advance(60_000)
+
+
+def test_blocks_in_lent_host_memory_go_to_other_hosts_through_that_of_their_own_space():
+    """No path reads the loan, by its number."""
+    rig = Market()
+    rig.core.peer_address = A_HOST
+    rig.lend(4)
+    rig.leave(ABCD, "abcd")
+    rig.copied()
+    assert len(rig.core.pools[3].index) == 4
+    key = rig.core.pools[0].memory.content_key
+    call = peer.RemoteAcquire(call_id=9, content_key=key, hashes=b"".join(ABCD))
+    rig.run(rig.core.on_peer_call(LINK, call, rig.now_ms))
+    rig.copied()
+    assert [space for space, _ in rig.core.serve._leases[LINK].values()] == [1]

@@ -127,9 +127,10 @@ class Dram:
         return [*self.borrowed(number), *([dram.number] if dram is not None else [])]
 
     def landing(self, pool: Pool) -> Pool | None:
-        """Where blocks of other hosts come, and from where they are read: this space, or the DRAM behind its GPUs."""
-        on_gpus = pool.memory is not None and pool.memory.pages_per_slab > 0
-        return self._of(pool) if on_gpus else pool
+        """Where blocks of other hosts come, and from where they are read: this space, or the DRAM behind its GPUs, or
+        behind a loan, which no path reads."""
+        is_apart = pool.memory is not None and (pool.memory.pages_per_slab > 0 or pool.is_loan)
+        return self._of(pool) if is_apart else pool
 
     def _of(self, pool: Pool) -> Pool | None:
         """The DRAM of a space's content, cut over as many ranks into pages of the same size."""
