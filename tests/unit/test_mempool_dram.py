@@ -106,6 +106,19 @@ def test_events_while_everything_is_pinned_do_not_keep_blocks_from_being_copied(
     assert not counters(rig).get("pages_evicted")
 
 
+def test_words_of_pages_that_leave_without_a_copy_are_written_at_once():
+    rig = spaces(kept_share=0.5)
+    for hashes in (ABCD, WXYZ):
+        unpin(rig, fill(rig, hashes, "abcd"))
+        rig.copied()
+    acquire(rig, ABCD)
+    rig.copied()
+    rig.say(FRONT, wire.Release(lease_id=answers(rig, FRONT, wire.Acquired)[0].lease_id))
+    rig.advance(1_000)
+    assert counters(rig)["dram_blocks_freed"] == 4
+    assert [rig.state_in(0, page) for page in range(8)] == list(rig.core.pools[0].memory.table.states)
+
+
 def test_it_comes_back_to_a_reader_and_leaves_again_without_a_copy():
     rig = spaces()
     pages = two_prompts(rig)

@@ -206,7 +206,10 @@ class Dram:
         """After every event: what can leave, leaves."""
         self._now_ms = now_ms
         for number, tiers in self.tiers.items():
+            freed = tiers.counters["blocks_freed"]
             self.perform(number, tiers.tick(now_ms))
+            if tiers.counters["blocks_freed"] != freed:  # nothing is decided without a copy
+                self._touch(number)
 
     def perform(self, number: int, decided: Sequence[TierAction]) -> None:
         """What Tiers of a space decided."""
