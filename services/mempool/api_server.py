@@ -119,6 +119,8 @@ class ApiServer:
             log.warning("caller_refused", code="peer.credentials", pid=connection.peer.pid)
             connection.close()
             return
+        if not connection.peer.pid:  # what it maps by other connections counts as another process's
+            self._pool.callers.computes([process])
         self._pool.api.connect(connection.state, hello, process)
         log.info(
             "caller_connects", connection=connection.state, pid=connection.peer.pid,

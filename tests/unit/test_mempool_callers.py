@@ -1,12 +1,16 @@
 """Callers that map spaces to copy by themselves: what they could still write is nobody's until they say so, or die."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from services.mempool.api_server import ApiServer
 from services.mempool.core.actions import Disconnect, KeepCaller, Send
 from services.mempool.core.callers import MAX_SPACES_OF_PROCESS
 from shared.errors import PeerProtocolError
 from shared.ids import Epoch, InstanceId, SpaceId
 from shared.kv.page import PageState
+from shared.transport.clock import ManualClock
 from shared.wire import mempool as wire
 from shared.wire import mempool_api as api_wire
 from shared.wire.mempool_callers import AttachCaller, CallerAttached, Detached
@@ -95,6 +99,18 @@ def test_pages_of_a_caller_without_a_word_are_free_with_proof_of_its_death(rig):
     rig.api_closed()
     assert rig.states(pages) == {PageState.QUARANTINED}
     rig.dead(PROCESS)
+    assert rig.states(pages) == {PageState.FREE}
+
+
+def test_where_pids_are_not_seen_the_pages_of_a_caller_that_left_wait_for_its_death(rig):
+    link = SimpleNamespace(state=API, peer=SimpleNamespace(pid=0))
+    watch = SimpleNamespace(number_of=lambda _: 7)
+    ApiServer(None, rig.core, watch, ManualClock(), rig.run)._hello(link, api_wire.ApiHello(instance=P))
+    rig.attach(process=8)
+    pages = rig.alloc(3)
+    rig.api_closed()
+    assert rig.states(pages) == {PageState.QUARANTINED}
+    rig.dead(7)
     assert rig.states(pages) == {PageState.FREE}
 
 

@@ -49,7 +49,7 @@ class Callers:
         )
 
     def computes(self, processes: Iterable[int]) -> None:
-        """They have the memory of an engine or rank from now on."""
+        """They have the memory of an engine or rank from now on, or may have."""
         self._computing.update(processes)
 
     def adopt(self, space: int, processes: Iterable[int]) -> None:
