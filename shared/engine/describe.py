@@ -60,6 +60,16 @@ def kv_shape(config: Any) -> KvShape:
     )
 
 
+def by_length(config: Any) -> str:
+    """What of the keys' rotation follows from max_model_len in vLLM; "": nothing."""
+    model, found = config.model_config, ""
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # or one for each kind of layer
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            found += "long " if model.max_model_len > part["original_max_position_embeddings"] else "short "
+    return found
+
+
 def describe_engine(
     config: Any, model_name: str, model_dir: str, kv_layout: str = "cross-layer"
 ) -> EngineDescription:
@@ -96,4 +106,5 @@ def describe_engine(
         max_model_len=model.max_model_len,
         total_kv_heads=model.get_total_num_kv_heads(),
         order=order,
+        by_length=by_length(config),
     )

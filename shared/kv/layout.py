@@ -35,6 +35,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     total_kv_heads: int = 0
     order: str = ""
     total_layers: int = 0  # of the whole model, of which each pipeline rank has num_layers; 0: unknown
+    by_length: str = ""  # what of the bytes follows from max_model_len; "": nothing, nor do the keys
 
     @property
     def num_ranks(self) -> int:
@@ -57,7 +58,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         parts = (
             self.fingerprint, self.dtype, self.layout, self.backend, self.isa, self.tp_size, self.tp_rank,
             self.pp_size, self.pp_rank, self.num_layers, self.num_kv_heads, self.head_dim,
-            self.block_tokens, self.block_bytes, self.order,
+            self.block_tokens, self.block_bytes, self.order, *filter(None, [self.by_length]),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
@@ -71,7 +72,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         num_layers = self.total_layers if self.pp_size > 1 else self.num_layers
         parts = (
             "family", self.fingerprint, self.dtype, self.layout, self.backend, self.isa, num_layers,
-            self.total_kv_heads, self.head_dim, self.block_tokens, self.order,
+            self.total_kv_heads, self.head_dim, self.block_tokens, self.order, *filter(None, [self.by_length]),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 

@@ -11,8 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32,
+    "original_max_position_embeddings": 512,
+}  # fmt: skip
 MODELS = {
-    "plain": (LLAMA, ""),
+    "longrope": (LLAMA | {"rope_parameters": ROPE}, 4),  # keys of content and family, of two engines of unequal lengths
     "chunks": (
         {
             "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 64,
@@ -40,6 +44,7 @@ MODELS = {
     ),
     "windows": (LLAMA | {"sliding_window": 64}, "its attention has sliding windows"),
     "shared": (LLAMA | {"num_kv_shared_layers": 1}, "some of its layers share a cache"),
+    "plain": (LLAMA, 2),
 }  # fmt: skip
 
 SCRIPT = """
@@ -48,7 +53,7 @@ from pathlib import Path
 from tests.support.model_families import _COMMON
 from tests.support.pressure_run import settings
 import msgspec
-from shared.engine.describe import why_not_in_pages
+from shared.engine.describe import describe_engine, why_not_in_pages
 from shared.engine.preload import preload_architecture
 from shared.engine.vllm_engine import VllmEngine
 
@@ -58,8 +63,13 @@ for name, more in json.loads(sys.argv[2]).items():
     (folder / name / "config.json").write_text(json.dumps(_COMMON | more))
     preload_architecture(str(folder / name))  # or each is looked at in a process of its own, for ten CPU-seconds
     base = settings(str(folder / name), str(folder / "none.sock"), name)
-    asked = msgspec.structs.replace(base, kv_cache="auto", load_format="dummy", max_model_len=1024)
-    found[name] = why_not_in_pages(VllmEngine._engine_args(asked).create_engine_config())
+    keys = set()
+    for length in 512, 513:
+        asked = msgspec.structs.replace(base, kv_cache="auto", load_format="dummy", max_model_len=length)
+        config = VllmEngine._engine_args(asked).create_engine_config()
+        if not (why := why_not_in_pages(config)):
+            keys |= {(told := describe_engine(config, "same", asked.model_dir)).content_key, told.family_key}
+    found[name] = why or len(keys)
 (folder / "out.json").write_text(json.dumps(found))
 """
 
