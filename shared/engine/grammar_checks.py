@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from contextlib import suppress
 from hashlib import sha256
+from traceback import walk_tb
 
 import msgspec
 
@@ -91,6 +92,12 @@ class GrammarChecks:
         if process is not None:
             _kill(process)
             await process.communicate()
+
+
+def is_of_vllms_check(error: BaseException | None) -> bool:
+    """Whether it was raised there, of a grammar."""
+    frames = walk_tb(error and error.__traceback__)
+    return any(frame.f_code.co_name == "_validate_structured_outputs" for frame, _ in frames)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

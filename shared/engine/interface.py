@@ -210,7 +210,8 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """Deltas of a request until one has request_done. Closing the iterator aborts the request.
 
-        Raises: InvalidRequest when the engine refuses the parameters; PeerGone when the engine died.
+        Raises: InvalidRequest when the engine refuses the parameters; PeerGone when the engine died; ClusterError when
+        it cannot run this one.
         """
         ...
 

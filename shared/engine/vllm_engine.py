@@ -36,7 +36,7 @@ from shared.engine.engine_arguments import (
 )
 from shared.engine.engine_sampling import asked_deltas, engine_spec
 from shared.engine.fair_view import FairView
-from shared.engine.grammar_checks import GrammarChecks
+from shared.engine.grammar_checks import GrammarChecks, is_of_vllms_check
 from shared.engine.interface import (
     CacheEvent,
     EngineDelta,
@@ -56,7 +56,7 @@ from shared.engine.vllm_setup import fork_ranks
 from shared.engine.weave_restart import started
 from shared.engine.weave_settings import weave_arguments
 from shared.engine.worker_config import WorkerSettings, has_slots, on_device, works_in_pages
-from shared.errors import InvalidRequest, PeerGone
+from shared.errors import ClusterError, InvalidRequest, PeerGone
 from shared.kv.model_files import check_split
 from shared.kv.packed_ids import PackedIds
 from shared.kv.words import u32_bytes, u64_bytes
@@ -209,8 +209,7 @@ class VllmEngine:
         try:
             async with contextlib.aclosing(stream):
                 if early is not None and await early.is_sent():
-                    lease = held_args(request)
-                    await self._llm.engine_core.call_utility_async("quire_lease_came", key, lease)
+                    await self._asked("quire_lease_came", key, held_args(request))
                 async for output in stream:
                     is_first = self._unfinished_prefill.pop(key, None) is not None
                     if is_first:  # of several choices: the others also find what the first one brought
@@ -227,7 +226,12 @@ class VllmEngine:
                         self._context_tokens[key] += len(delta.token_ids)
                         yield delta
         except (EngineDeadError, EngineGenerateError) as error:
-            raise PeerGone(f"the engine died: {error!r}") from error
+            if isinstance(error, EngineDeadError) or self._llm.errored:
+                raise PeerGone(f"the engine died: {error!r}") from error
+            if is_of_vllms_check(error.__cause__):
+                raise InvalidRequest(f"the grammar cannot be checked: {error.__cause__!r}") from error
+            _log.error("request_failed", engine_request_id=key, exc_info=True)
+            raise ClusterError("the engine could not run this request") from error
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         finally:
@@ -282,16 +286,17 @@ class VllmEngine:
 
     async def holds_lease(self, lease_id: str) -> bool:
         """See Engine.holds_lease. Answered by the engine core behind every request sent to it before."""
-        try:
-            return bool(await self._llm.engine_core.call_utility_async("quire_holds_lease", lease_id))
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise PeerGone(f"the engine died: {error!r}") from error
+        return bool(await self._asked("quire_holds_lease", lease_id))
 
     async def ping(self) -> None:
         """See Engine.ping."""
+        await self._asked("get_supported_tasks")
+
+    async def _asked(self, method: str, *args: Any) -> Any:
+        """The engine core's answer."""
         try:
-            await self._llm.engine_core.call_utility_async("get_supported_tasks")
-        except (EngineDeadError, EngineGenerateError) as error:
+            return await self._llm.engine_core.call_utility_async(method, *args)
+        except EngineDeadError as error:
             raise PeerGone(f"the engine died: {error!r}") from error
 
     def load(self) -> EngineLoad:
@@ -313,10 +318,7 @@ class VllmEngine:
         """See Engine.room."""
         if not self._counts_room:
             return None
-        try:
-            return room_from(await self._llm.engine_core.call_utility_async("quire_room"))
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise PeerGone(f"the engine died: {error!r}") from error
+        return room_from(await self._asked("quire_room"))
 
     def on_step(self, callback: Callable[[EngineStep], None]) -> None:
         """See Engine.on_step."""
@@ -325,10 +327,7 @@ class VllmEngine:
 
     async def clear_cache(self) -> bool:
         """See Engine.clear_cache."""
-        try:
-            return await self._llm.reset_prefix_cache()
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise PeerGone(f"the engine died: {error!r}") from error
+        return await self._asked("reset_prefix_cache", False, False)
 
     @property
     def alive(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from services.gateway.openai import ChatBody, parse_body, to_sampling
 from shared.engine.grammar_checks import GrammarChecks
 from shared.engine.grammar_child import TOO_MUCH
 from shared.engine.worker_checks import Refusal, WorkerLimits, check_prompt
-from shared.errors import InvalidRequest, ResourceError
+from shared.errors import ClusterError, InvalidRequest, PeerGone, ResourceError
 from shared.grammar_limits import MAX_ARRAY_ITEMS, MAX_GRAMMAR_CHARS
 from shared.ids import Epoch, RequestId
 from shared.kv.block_hash import pack_tokens
@@ -20,6 +21,8 @@ from shared.wire.requests import Generate, SamplingSpec, StructuredSpec
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what vLLM's runners import
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
     from shared.engine.sampling import mark_checked, sampling_params, trust_checks
     from shared.engine.vllm_engine import VllmEngine
 
@@ -232,7 +235,43 @@ def test_vllm_validates_no_grammar_again_on_the_loop():
     params._validate_structured_outputs(model, backend, object())  # type: ignore[arg-type]
 
 
-async def test_an_engine_has_every_grammar_checked_first(monkeypatch):
+@pytest.fixture
+def engine(monkeypatch):
+    made: Any = VllmEngine.__new__(VllmEngine)
+    monkeypatch.setattr(VllmEngine, "_extra_args", lambda *_: {})
+    made._early = SimpleNamespace(take=lambda _: None)
+    made._unfinished_prefill, made._context_tokens = {}, {}
+    return made
+
+
+async def ask(engine: Any, spec: StructuredSpec | None = None) -> None:
+    request = SimpleNamespace(num_output_tokens=0, engine_request_id="r", prompt_token_ids=[1])
+    request.sampling = SamplingSpec(max_tokens=1, structured=spec)
+    _ = [delta async for delta in engine.generate(request)]
+
+
+async def test_an_engine_that_chokes_on_one_request_lives(engine, monkeypatch):
+    async def outputs(_self, _request, params):
+        try:
+            config = SimpleNamespace(is_diffusion=False, backend="auto")
+            params._validate_structured_outputs(config, config, config)
+            raise KeyError
+        except Exception as error:
+            raise EngineGenerateError from error
+        yield
+
+    monkeypatch.setattr(VllmEngine, "_sent", outputs)
+    engine._grammars = None
+    deep = StructuredSpec(kind="json_schema", value="[" * 5_000)
+    cases = (None, False, ClusterError), (None, True, PeerGone), (deep, False, InvalidRequest)
+    for spec, errored, raised in cases:
+        engine._llm = SimpleNamespace(errored=errored)
+        with pytest.raises(ClusterError) as caught:
+            await ask(engine, spec)
+        assert (type(caught.value), caught.value.retryable) == (raised, errored)
+
+
+async def test_an_engine_has_every_grammar_checked_first(engine):
     asked: list[StructuredSpec] = []
 
     class Checks:
@@ -240,13 +279,8 @@ async def test_an_engine_has_every_grammar_checked_first(monkeypatch):
             asked.append(spec)
             raise InvalidRequest("no")
 
-    engine = VllmEngine.__new__(VllmEngine)
-    monkeypatch.setattr(VllmEngine, "_extra_args", lambda *_: {})
-    engine._grammars = Checks()  # type: ignore[assignment]
-    engine._early = SimpleNamespace(take=lambda _: None)  # type: ignore[assignment]
+    engine._grammars = Checks()
     spec = StructuredSpec(kind="regex", value="a")
-    sampling = SamplingSpec(max_tokens=1, structured=spec)
-    request = SimpleNamespace(sampling=sampling, num_output_tokens=0, engine_request_id="r")
     with pytest.raises(InvalidRequest):
-        _ = [delta async for delta in engine.generate(request)]  # type: ignore[arg-type]
+        await ask(engine, spec)
     assert asked == [spec]
