@@ -2,17 +2,22 @@
 
 It covers config.json and the weight files by name, size and content. Up to WHOLE_BYTES in total, every byte
 is read; of larger models each file gives its head and pieces spread over its length, because reading 140 GB
-at every start would cost minutes. Two fine-tunes of one base differ in every sampled piece.
+at every start would cost minutes; safetensors also their header, and each tensor's head, middle and end: some layers
+may be tuned alone. Edits between these do not show: of a few rows of an embedding, of one of many fused experts.
 """
 
 import hashlib
 from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
 
 from shared.errors import SettingsError
 
 WHOLE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 NUM_PIECES = 8  # per large file, the first and the last MiB included
+SPOT_BYTES = 4096
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -20,7 +25,7 @@ def model_fingerprint(model_dir: str, *, random_weights: bool = False) -> str:
     """Hex digest of 32 characters. With random weights, whatever lies in the folder, of config.json alone.
 
     Raises: SettingsError when the folder has no config.json or no weights, or cannot be read.
-    Cost: one pass over at most 64 MiB, or NUM_PIECES MiB a file.
+    Cost: one pass over at most 64 MiB, or NUM_PIECES MiB a file and 12 KiB a tensor (0.1 s for 14 GB in memory).
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
@@ -52,3 +57,29 @@ def _add_content(digest: "hashlib._Hash", path: Path, size_bytes: int, *, whole:
         for i in range(NUM_PIECES):
             file.seek(last * i // (NUM_PIECES - 1))
             digest.update(file.read(PIECE_BYTES))
+        for offset, num_bytes in _spots(file, size_bytes) if path.suffix == ".safetensors" else ():
+            file.seek(offset)
+            digest.update(file.read(num_bytes))
+
+
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int] = (0, 0)  # of "__metadata__", too
+
+
+def _spots(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
+    """Offset and bytes of the header and in each tensor; []: it is no such file."""
+    file.seek(0)
+    begin = 8 + int.from_bytes(file.read(8), "little")
+    if begin > min(size_bytes, WHOLE_BYTES):
+        return []
+    try:
+        header = msgspec.json.decode(file.read(begin - 8), type=dict[str, _Tensor])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+    spots = [(0, begin)]
+    for first, end in (tensor.data_offsets for tensor in header.values()):
+        if not 0 <= first <= end <= size_bytes - begin:
+            return []
+        last, num_bytes = max(0, end - first - SPOT_BYTES), min(SPOT_BYTES, end - first)
+        spots += [(begin + first + last * i // 2, num_bytes) for i in range(3)]
+    return spots

@@ -1,6 +1,8 @@
 """A model folder's fingerprint changes with whatever changes its KV, and with nothing else."""
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from shared.errors import SettingsError
 from shared.kv import fingerprint
@@ -60,6 +62,24 @@ def test_a_large_model_is_sampled_at_head_tail_and_between(folder, monkeypatch):
         assert model_fingerprint(str(folder)) != before, position
     weights.write_bytes(original)
     assert model_fingerprint(str(folder)) == before
+
+
+def test_every_tensor_of_a_large_model_is_sampled(folder, monkeypatch):
+    for name, value in {"WHOLE_BYTES": 1000, "PIECE_BYTES": 10, "SPOT_BYTES": 16}.items():
+        monkeypatch.setattr(fingerprint, name, value)
+    weights = folder / "model.safetensors"
+    good = save({f"layers.{i}": torch.zeros(5000, dtype=torch.uint8) for i in range(8)})
+    found = set()
+    for position in (5000 * i + at for i in range(-8, 0) for at in (0, 2500, 4999)):
+        data = bytearray(good)
+        data[position] = 1
+        weights.write_bytes(data)
+        found.add(model_fingerprint(str(folder)))
+    assert len(found) == 24
+    for bad in (b"\xff" * 8 + good, bytes(8) + good, good[:8] + b"[" * len(good), good[:-1]):
+        weights.write_bytes(bad)
+        with weights.open("rb") as file:
+            assert not fingerprint._spots(file, len(bad))
 
 
 def test_a_folder_without_config_or_weights_is_refused(folder):
