@@ -4,7 +4,6 @@ Loaded by `kv_connector_module_path`. Settings come through kv_connector_extra_c
 EngineDescription), `mempool_socket`, `instance`, `quota_pages`, `events_address`, `handoff_ttl_ms`.
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 
 class QuireConnector(KVConnectorBase_V1, SupportsHMA):
@@ -120,9 +117,6 @@ class QuireConnector(KVConnectorBase_V1, SupportsHMA):
         description = msgspec.json.decode(self.extra["description"], type=EngineDescription)
         socket = self.extra.get("mempool_socket")
         if not socket:
-            return
-        if description.tp_size * description.pp_size > 1:
-            logger.warning("ranks in several processes: this engine works without the mempool")
             return
         copier = BlockCopier(kv_caches)
         if copier.block_bytes != description.block_bytes:

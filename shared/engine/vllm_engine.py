@@ -91,6 +91,8 @@ class VllmEngine:
         keep_told()
         config = self._engine_args(settings).create_engine_config()
         reason = why_not_in_pages(config)
+        if settings.mempool_socket and settings.tensor_parallel_size > 1 and not works_in_pages(settings):
+            reason = reason or "worker.kv_cache = copy moves no blocks of several ranks"
         self.uses_pool = not reason
         layout = settings.kv_layout if has_slots(settings) else "cross-layer"
         if reason:
