@@ -3,16 +3,21 @@
 vLLM has them meet at a TCP store that torch opens on every interface of the machine. All ranks of an engine are on one
 host here: they meet in a file of the engine's own folder. When one dies, the others wait for it in a collective,
 deaf to signals, and vLLM waits nine seconds for them: here they are killed at once. The engine core of a worker that
-was killed waits for requests for ever, with all its memory: here the kernel ends it, and its ranks with it.
+was killed waits for requests for ever, with all its memory: here the kernel ends it, and its ranks with it. Signals to
+all processes of a terminal or service are the worker's to answer.
 """
 
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import vllm.v1.engine.core as core_module
+import vllm.v1.engine.utils as cores_module
 import vllm.v1.executor.multiproc_executor as multiproc_module
 import vllm.v1.executor.uniproc_executor as uniproc_module
 from vllm.v1.engine.core import EngineCoreProc
@@ -27,9 +32,10 @@ REAPED_S = 0.5
 FOLDER = "quire-engine-"
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's
 SOCKET_NAME_BYTES = 37  # a slash and vLLM's UUID
-
+END = signal.SIGUSR1  # to what vLLM sends SIGTERM
 
 _stock_ending = multiproc_module.MultiprocExecutor._ensure_worker_termination
+_stock_ending_cores = cores_module.shutdown
 _stock_core = EngineCoreProc.run_engine_core
 _stock_rank = multiproc_module.WorkerProc.worker_main
 
@@ -57,6 +63,7 @@ def host_ranks(folder: str) -> None:
     uniproc_module.get_distributed_init_method = in_file
     multiproc_module.get_distributed_init_method = in_file
     multiproc_module.MultiprocExecutor._ensure_worker_termination = staticmethod(end_ranks)
+    cores_module.shutdown = end_cores
     EngineCoreProc.run_engine_core = staticmethod(_run_core)
     multiproc_module.WorkerProc.worker_main = staticmethod(_run_rank)
 
@@ -79,6 +86,22 @@ def _begin() -> None:
     die_with_parent(None if starter is None else starter.pid)
     die_when_crashed()
     keep_whole_nuclei()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # SIG_IGN goes on to whom it executes
+    core_module.signal = multiproc_module.signal = SimpleNamespace(**{**vars(signal), "signal": _hear})
+
+
+def _hear(number: int, handler: Any) -> None:
+    """For vLLM's signal.signal()."""
+    if number == signal.SIGTERM:
+        signal.signal(END, handler)
+
+
+def end_cores(cores: list[Any], timeout: float | None = None) -> None:
+    """vLLM's end of engine cores."""
+    for core in cores:
+        core.terminate = lambda core=core: core._popen._send_signal(END)
+    _stock_ending_cores(cores, timeout)
 
 
 def end_ranks(ranks: list[BaseProcess]) -> None:

@@ -63,6 +63,7 @@ def stock_hooks(monkeypatch):
     for module in (rank_processes.uniproc_module, rank_processes.multiproc_module):
         name = "get_distributed_init_method"
         monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(rank_processes.cores_module, "shutdown", rank_processes.cores_module.shutdown)
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
 
 
@@ -100,6 +101,27 @@ def test_the_engine_core_and_its_ranks_end_with_a_worker_that_is_killed(tmp_path
     for other in others:
         os.close(other)
     assert not left
+
+
+def test_signals_to_a_whole_group_leave_the_core_to_its_worker(tmp_path, stock_hooks, monkeypatch):
+    said = FORK.Queue()
+
+    def core():
+        rank_processes.core_module.signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        said.put(True)
+        time.sleep(10 * LIMIT_S)
+
+    monkeypatch.setattr(rank_processes, "_stock_core", core)
+    rank_processes.host_ranks(str(tmp_path))
+    process = FORK.Process(target=EngineCoreProc.run_engine_core)
+    process.start()
+    said.get(timeout=LIMIT_S)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, number)
+    process.join(0.2)
+    assert process.is_alive()
+    rank_processes.cores_module.shutdown([process])
+    assert process.exitcode == 7
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
