@@ -155,3 +155,18 @@ def test_the_desks_rule_for_reclaims_holds_for_loans_that_end_too():
     rules = LendingRules(**RULES_OF | {"reclaim_deadline_ms": 7_000})
     assert FarRig(rules).core.lending.rules.reclaim_deadline_ms == 7_000
     assert EXCUSED_MS < TTL_MS
+
+
+def test_nobody_is_killed_for_a_deadline_that_cached_blocks_pages_can_meet():
+    rig = FarMarket(places=8)
+    rig.lend(4)
+    rig.out(1, ABCD[:2], "ab")
+    rig.leave(WXYZ[:2], "wx")
+    rig.copied()
+    rig.core.lending.copies.limit_one(rig.producer, 1)
+    rig.core.lending.copies._budget(rig.producer).spend(1_000_000, rig.now_ms)  # nothing cached may leave
+    rig.reclaim(2, 100)
+    rig.copied()
+    rig.advance(100)
+    assert rig.leased() == 2
+    assert not rig.killed

@@ -38,8 +38,8 @@ class FarMoves(ABC):
     @abstractmethod
     def _alive(self, user: User) -> set[int]: ...
 
-    def let_go(self, number: int, is_overdue: bool, now_ms: int) -> None:
-        """Lent pages of this space are wanted back; when that is overdue, whoever still reads there is killed.
+    def let_go(self, number: int, wanted: int, now_ms: int) -> None:
+        """So many lent pages of this space are wanted back: what is read there goes elsewhere.
 
         Said again until they are back: as many move as there are places for, the others when those are free again.
         """
@@ -52,13 +52,18 @@ class FarMoves(ABC):
                 # with no place free, and none to come, they are lost
                 waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
                 self._move(user, mapped[: len(user.free)] if waits else mapped)
-            if is_overdue and mine and not user.is_killed:
-                user.is_killed = True
-                self.counters["far_engines_killed"] += 1
-                processes = sorted(self._alive(user))
-                self._out += [KillProcess(process, "lent pages past their deadline") for process in processes]
         if self._jobs:
             self.advance()
+
+    def end_readers(self, number: int) -> None:
+        """Lent pages of this space are overdue: whoever reads there still is killed."""
+        for user in self._users:
+            if user.is_killed or all(one.where[0].number != number for one in user.places.values()):
+                continue
+            user.is_killed = True
+            self.counters["far_engines_killed"] += 1
+            processes = sorted(self._alive(user))
+            self._out += [KillProcess(process, "lent pages past their deadline") for process in processes]
 
     def _move(self, user: User, places: Sequence[tuple[int, Place]], *, is_back: bool = False) -> None:
         """Their bytes shall be at other places."""

@@ -71,17 +71,17 @@ class Lending:
         self.known_grants: dict[str, market.Grant] = {}
         self.max_ttl_ms = MAX_TTL_MS
         self.on_change: Callable[[], None] | None = None  # called when a report would say something new
-        # called with a space that is to be emptied, whether that is overdue, and the time
-        self.on_wanted_back: Callable[[int, bool, int], None] | None = None
+        # called with a space that pages are to leave, how many, whether some are overdue, and the time
+        self.on_wanted_back: Callable[[int, int, bool, int], None] = lambda *_: None
+        self.on_overdue: Callable[[int], None] = lambda _: None  # then, if nothing else has brought them
         self.num_read: Callable[[int], int] = lambda _: 0  # pages of a space that engines read in place
         self.rules = DEFAULT_RULES
         self.loans.moved_in_ms = self._moved_in_ms
-        self._num_changes = 0
+        self._num_changes = self._now_ms = 0
         self.shelves: dict[int, Shelf] = {}  # by number of the space of lent pages
         self.copies = LendingCopies(
             self.shelves, self.unit_bytes, lambda number: pools[number].is_dram, limits.pull_patience_ms
         )
-        self._now_ms = 0
         dram.borrowed = self.borrowed
 
     # -- what is said -----------------------------------------------------------------------------
@@ -245,8 +245,7 @@ class Lending:
 
     def wanted_back(self, number: int) -> int:
         """Pages that are to leave this space of lent pages."""
-        shelf = self.shelves.get(number)
-        return self.loans.wanted_back(shelf) if shelf is not None else 0
+        return self.loans.wanted_back(self.shelves[number]) if number in self.shelves else 0
 
     def distance(self, pool: Pool) -> int:
         """Which of two spaces that have a block is read: engines' first, then lent pages, then host memory."""
@@ -287,18 +286,23 @@ class Lending:
             del self.known_offers[offer_id]
 
     def _bring_back(self, pool: Pool, shelf: Shelf, now_ms: int) -> None:
-        if self.on_wanted_back is not None:
-            self.on_wanted_back(shelf.number, self.loans.wanted_back(shelf, dropping=True) > 0, now_ms)
+        overdue = self._take_back(pool, shelf)
+        if wanted := self.loans.wanted_back(shelf):
+            self.on_wanted_back(shelf.number, wanted, overdue > 0, now_ms)
+            if self._take_back(pool, shelf):
+                self.on_overdue(shelf.number)
+        if (left := self.loans.wanted_back(shelf)) and self.copies.is_open(shelf.producer, now_ms):
+            self._dram.drain(shelf.number, left, now_ms)
+
+    def _take_back(self, pool: Pool, shelf: Shelf) -> int:
+        """What holds nothing and, past a deadline, only cached blocks. How many pages are overdue still."""
         back = self.loans.collect(shelf)
         dropping = self.loans.wanted_back(shelf, dropping=True)
         while dropping > shelf.table.num_free and pool.evict():
             self.loans.counters["blocks_dropped"] += 1
-        back += self.loans.collect(shelf)
-        left = self.loans.wanted_back(shelf)
-        if left and self.copies.is_open(shelf.producer, now_ms):
-            self._dram.drain(shelf.number, left, now_ms)
-        if back:
+        if back + self.loans.collect(shelf):
             self._touched(self._pools[shelf.producer])
+        return self.loans.wanted_back(shelf, dropping=True)
 
     def is_lending(self, number: int) -> bool:
         """Whether pages of this space are on loan."""

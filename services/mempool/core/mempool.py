@@ -65,7 +65,7 @@ class Mempool(FromOutside):
         self.swaps = Swaps(limits, self.pools, self.dram.behind, self.copy_numbers, self._touch)
         self.swaps.use(self.dram)
         self.lending.on_wanted_back = self._leave_loan
-        self.lending.num_read = self.swaps.far.num_at
+        self.lending.num_read, self.lending.on_overdue = self.swaps.far.num_at, self.swaps.far.end_readers
         self.pulls.distance = self.lending.distance
         self.audience = Audience(self.pools, self._space_of, self.dram)
         landing = self.dram.landing
@@ -118,8 +118,8 @@ class Mempool(FromOutside):
         """Their actions are due with the next ones that are returned."""
         self._touched.update((pool.number, pool) for pool in pools if pool.number in self.pools)
 
-    def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
-        self.swaps.let_go(number, is_overdue, now_ms)
+    def _leave_loan(self, number: int, wanted: int, is_overdue: bool, now_ms: int) -> None:
+        self.swaps.let_go(number, wanted, now_ms)
         if is_overdue:
             self._touch(*self.pulls.let_go(number, now_ms))
 
