@@ -50,6 +50,7 @@ class LoansModel(RuleBasedStateMachine):
         self.highest = Token(1, 0)
         self.granted: dict[int, Grant] = {}
         self.due: dict[LeaseId, int] = {}  # when all of its pages must be back, copies apart
+        self.orders: list[tuple[str, int, int]] = []  # (offer, keep, deadline)
 
     # -- producers --------------------------------------------------------------------------------
 
@@ -111,9 +112,7 @@ class LoansModel(RuleBasedStateMachine):
         self.loans.reclaim(name, keep, self.now_ms + patience_ms, self.now_ms)
         kept = sum(x.keep for x in self.loans.loans.values() if x.offer.offer_id == name)
         assert kept <= keep
-        for loan in self.loans.loans.values():
-            if loan.offer.offer_id == name and loan.state is not LoanState.HELD:
-                assert loan.deadline_ms <= max(self.now_ms + patience_ms, self.now_ms + GRACE_MS)
+        self.orders.append((name, keep, self.now_ms + patience_ms))
 
     # -- consumers --------------------------------------------------------------------------------
 
@@ -226,6 +225,10 @@ class LoansModel(RuleBasedStateMachine):
             key = loan.offer.producer, loan.space
             if self.now_ms >= self.due[loan.lease_id] and not self.copies[key]:
                 raise AssertionError(f"{loan} is late, and nothing is being copied")
+        if not any(self.copies.values()):
+            for name, keep, deadline_ms in self.orders:
+                if self.now_ms >= deadline_ms and (offer := self.loans.offers.get(name)) is not None:
+                    assert self.loans.lent(offer) <= keep, "an order is late, and nothing is being copied"
 
     @rule(producer=st.sampled_from(PRODUCERS), consumer=consumers)
     def collected(self, producer: int, consumer: int) -> None:
@@ -274,6 +277,11 @@ class LoansModel(RuleBasedStateMachine):
             assert 0 <= loan.keep <= loan.num_pages
             assert loan.num_pages > 0
             assert (loan.state is LoanState.HELD) == (loan.keep == loan.num_pages), loan
+            assert (loan.state is LoanState.HELD) == (not loan.steps), loan
+            keeps, times = [k for k, _ in loan.steps], [at_ms for _, at_ms in loan.steps]
+            assert keeps == sorted(set(keeps), reverse=True), loan
+            assert times == sorted(set(times)), loan
+            assert all(loan.keep <= k < loan.num_pages for k in keeps), loan
 
 
 TestLoansModel = LoansModel.TestCase

@@ -170,3 +170,19 @@ def test_nobody_is_killed_for_a_deadline_that_cached_blocks_pages_can_meet():
     rig.advance(100)
     assert rig.leased() == 2
     assert not rig.killed
+
+
+def test_a_reclaims_deadline_is_for_the_pages_that_it_asked_for_though_others_want_more_by_another_time():
+    for orders in (((3, 100), (0, 10_000)), ((0, 10_000), (3, 100))):
+        for num_home in (0, 1):
+            rig, _ = presented()
+            for keep, deadline_ms in orders:
+                rig.reclaim(keep, deadline_ms)
+            rig.copied()
+            rig.drop(*rig.reading[4 - num_home :])
+            rig.advance(100)
+            assert rig.killed == (set() if num_home else {PREFILL})
+        rig.advance(9_899)
+        assert (rig.leased(), rig.killed) == (3, set())
+        rig.advance(1)
+        assert rig.killed == {PREFILL}

@@ -26,6 +26,7 @@ class LoanEvent(StrEnum):
     CONSUMER_DEAD = "consumer_dead"
     RECLAIM = "reclaim"
     DEADLINE = "deadline"
+    MET = "met"
     SHRUNK = "shrunk"
     RETURNED = "returned"
 
@@ -33,7 +34,7 @@ class LoanEvent(StrEnum):
 HOLDS: dict[LoanState, str] = {
     LoanState.HELD: "blocks that leave the consumer's space",
     LoanState.RETURNING: "blocks on their way to host memory; no new ones come",
-    LoanState.DROPPING: "only what copies on their way still read or write",
+    LoanState.DROPPING: "of what its deadline asks for, only what copies on their way still read or write",
     LoanState.ENDED: "nothing: its pages are set aside again, or the producer's",
 }
 
@@ -44,17 +45,21 @@ TABLE: tuple[Step[LoanState, LoanEvent], ...] = (
     Step(_S.HELD, _E.LAPSE, _S.RETURNING, "its time is over by this mempool's clock"),
     Step(_S.HELD, _E.CONSUMER_DEAD, _S.RETURNING, "no process of the consumer's space lives (pidfd)"),
     Step(_S.HELD, _E.RECLAIM, _S.RETURNING, "its offer is worth less from now on"),
-    Step(_S.RETURNING, _E.RELEASE, _S.RETURNING, "as above; the earliest deadline counts"),
+    Step(_S.RETURNING, _E.RELEASE, _S.RETURNING, "as above; each deadline is for what it asks for"),
     Step(_S.RETURNING, _E.LAPSE, _S.RETURNING, "as above"),
     Step(_S.RETURNING, _E.CONSUMER_DEAD, _S.RETURNING, "as above"),
     Step(_S.RETURNING, _E.RECLAIM, _S.RETURNING, "as above"),
     Step(_S.RETURNING, _E.DEADLINE, _S.DROPPING, "its deadline has passed"),
+    Step(
+        _S.RETURNING, _E.MET, _S.RETURNING, "what its next deadline asks for is back; a later one wants more"
+    ),
     Step(_S.RETURNING, _E.SHRUNK, _S.HELD, "what was to come back is back, and it keeps some"),
     Step(_S.RETURNING, _E.RETURNED, _S.ENDED, "no page of it is left"),
     Step(_S.DROPPING, _E.RELEASE, _S.DROPPING, "as above"),
     Step(_S.DROPPING, _E.LAPSE, _S.DROPPING, "as above"),
     Step(_S.DROPPING, _E.CONSUMER_DEAD, _S.DROPPING, "as above"),
     Step(_S.DROPPING, _E.RECLAIM, _S.DROPPING, "as above"),
+    Step(_S.DROPPING, _E.MET, _S.RETURNING, "as above"),
     Step(_S.DROPPING, _E.SHRUNK, _S.HELD, "as above"),
     Step(_S.DROPPING, _E.RETURNED, _S.ENDED, "no page of it is left: no copy reads or writes one"),
 )

@@ -73,7 +73,10 @@ class Offer:
 
 @dataclass(slots=True)
 class Loan:
-    """`num_pages` counts until they are back; `keep` of them need not come back."""
+    """`num_pages` counts until they are back; `keep` of them need not come back.
+
+    `steps`: (keep, deadline) of orders that are not met, in the order of both: by that time it has no more than `keep`.
+    """
 
     lease_id: LeaseId
     offer: Offer
@@ -86,9 +89,14 @@ class Loan:
     ttl_ms: int  # that it was granted for
     expires_at_ms: int
     state: LoanState = LoanState.HELD
-    deadline_ms: int = 0  # while it returns
+    steps: list[tuple[int, int]] = field(default_factory=list)
     has_lapsed: bool = False
     is_excused: bool = False  # since its last renewal
+
+    @property
+    def deadline_ms(self) -> int:
+        """The next one, while it returns."""
+        return self.steps[0][1] if self.steps else 0
 
 
 class Shelf:
@@ -178,8 +186,8 @@ class Loans:
     def reclaim(self, offer_id: str, keep: int, deadline_ms: int, now_ms: int) -> None:
         """From now on the offer is worth `keep` pages, and by deadline_ms its loans fit; the newest give back first.
 
-        The smallest `keep` and the earliest deadline count. Of an offer that was taken back nothing is left to do.
-        Raises: LoanRefused when nobody knows the offer.
+        The smallest `keep` counts, and each deadline for its own. Of an offer that was taken back nothing is left to
+        do. Raises: LoanRefused when nobody knows the offer.
         """
         if offer_id in self._closed:
             return
@@ -188,11 +196,14 @@ class Loans:
             raise LoanRefused("offer.unknown", f"no offer {offer_id}")
         offer.limit = min(offer.limit, max(0, keep))
         left = offer.limit
+        over = max(0, keep - left)  # an earlier order wants these, by its own time
         for loan in sorted((x for x in self.loans.values() if x.offer is offer), key=lambda x: x.token):
             share = min(loan.keep, left)
             left -= share
-            if share < loan.keep or (loan.state is not LoanState.HELD and loan.keep < loan.num_pages):
-                self._end(loan, LoanEvent.RECLAIM, share, deadline_ms, now_ms)
+            part = min(over, loan.num_pages - share)
+            over -= part
+            if share + part < loan.num_pages:
+                self._end(loan, LoanEvent.RECLAIM, share + part, deadline_ms, now_ms)
         self._give_back(offer)
         self._forget(offer)
 
@@ -290,11 +301,15 @@ class Loans:
         was_returning = loan.state is not LoanState.HELD
         loan.state = next_state(loan.state, event)
         loan.keep = min(loan.keep, keep)
-        loan.deadline_ms = min(loan.deadline_ms, deadline_ms) if was_returning else deadline_ms
+        if all(keep < k or deadline_ms < at_ms for k, at_ms in loan.steps):
+            others = [x for x in loan.steps if x[0] < keep or x[1] < deadline_ms]
+            loan.steps = sorted([*others, (keep, deadline_ms)], reverse=True)
         self.counters[f"loans_{event}"] += not was_returning
         self._past(loan, now_ms)
 
     def _past(self, loan: Loan, now_ms: int) -> None:
+        while len(loan.steps) > 1 and now_ms >= loan.steps[1][1]:
+            del loan.steps[0]
         if loan.state is LoanState.RETURNING and now_ms >= loan.deadline_ms:
             loan.state = next_state(loan.state, LoanEvent.DEADLINE)
 
@@ -320,27 +335,25 @@ class Loans:
 
     def _can_lapse(self, loan: Loan) -> bool:
         """Whether the end of its time may bring its pages back sooner."""
-        return not loan.has_lapsed and (loan.keep > 0 or loan.deadline_ms > loan.expires_at_ms + GRACE_MS)
+        return not loan.has_lapsed and (loan.keep > 0 or loan.steps[-1][1] > loan.expires_at_ms + GRACE_MS)
 
     def next_deadline_ms(self) -> int | None:
         """When tick() has something to do."""
         due = [x.expires_at_ms for x in self.loans.values() if self._can_lapse(x)]
-        due += [x.deadline_ms for x in self.loans.values() if x.state is LoanState.RETURNING]
+        due += [t for x in self.loans.values() for _, t in x.steps[x.state is LoanState.DROPPING :]]
         return min(due, default=None)
 
     # -- pages on their way back ------------------------------------------------------------------
 
     def on_shelf(self, shelf: Shelf) -> list[Loan]:
-        """Loans whose pages are there, in the order in which they get theirs back."""
-        mine = [
-            x for x in self.loans.values() if (x.offer.producer, x.space) == (shelf.producer, shelf.consumer)
-        ]
-        return sorted(mine, key=lambda x: (x.deadline_ms, x.token))
+        """Loans whose pages are there."""
+        key = shelf.producer, shelf.consumer
+        return [x for x in self.loans.values() if (x.offer.producer, x.space) == key]
 
     def wanted_back(self, shelf: Shelf, *, dropping: bool = False) -> int:
-        """Pages that are to leave this shelf; of loans past their deadline only, if `dropping`."""
+        """Pages that are to leave this shelf; those past their deadline only, if `dropping`."""
         return sum(
-            x.num_pages - x.keep
+            x.num_pages - x.steps[0 if dropping else -1][0]
             for x in self.on_shelf(shelf)
             if x.state is LoanState.DROPPING or (x.state is LoanState.RETURNING and not dropping)
         )
@@ -350,19 +363,24 @@ class Loans:
         wanted = self.wanted_back(shelf)
         back = shelf.take_free(wanted) if wanted else []
         left = list(back)
-        for loan in self.on_shelf(shelf) if wanted else ():
-            if loan.state is LoanState.HELD:
-                continue
-            mine = [left.pop() for _ in range(min(len(left), loan.num_pages - loan.keep))]
-            loan.num_pages -= len(mine)
-            self.set_aside(loan.offer, mine)
-            if loan.num_pages == loan.keep:
-                self._came_back(loan)
+        mine = self.on_shelf(shelf)
+        steps = ((at_ms, loan.token, keep, loan) for loan in mine for keep, at_ms in loan.steps)
+        for _, _, keep, loan in sorted(steps, key=lambda x: x[:3]):
+            pages = [left.pop() for _ in range(min(len(left), loan.num_pages - keep))]
+            loan.num_pages -= len(pages)
+            self.set_aside(loan.offer, pages)
+        for loan in mine:
+            self._came_back(loan)
         return len(back)
 
     def _came_back(self, loan: Loan) -> None:
-        event = LoanEvent.SHRUNK if loan.keep else LoanEvent.RETURNED
-        loan.state = next_state(loan.state, event)
+        """Some of it, perhaps."""
+        left = [step for step in loan.steps if step[0] < loan.num_pages]
+        if len(left) == len(loan.steps):
+            return
+        loan.steps = left
+        whole = LoanEvent.SHRUNK if loan.keep else LoanEvent.RETURNED
+        loan.state = next_state(loan.state, LoanEvent.MET if left else whole)
         if loan.state is LoanState.ENDED:
             del self.loans[loan.lease_id]
             if loan.token >= self.fence:
