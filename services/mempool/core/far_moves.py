@@ -1,6 +1,6 @@
 """Blocks at far places that go elsewhere while they are read: the part of Far that decides which. No I/O.
 
-lent pages are wanted back: all that are mapped there, to host memory, as many at once as there are places for
+lent pages are wanted back: as many blocks as that, to host memory, as many at once as there are places for
 pages are lent again: what is in host memory back to them, a few at once (far_pace.py)
 
 Cached blocks that lie in lent pages make way then, to host memory: a block that is read goes over the link at every
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from services.mempool.core.actions import Action, KillProcess
+from services.mempool.core.entry import Entry
 from services.mempool.core.far_pace import num_back
 from services.mempool.core.far_state import FarCopy, FarNeed, Job, Place, PlaceState, User, can_map
 from services.mempool.core.loan_pool import LoanPool
@@ -27,8 +28,10 @@ class FarMoves(ABC):
     _behind: Callable[[int], Sequence[int]]
     _users: list[User]
     _jobs: list[Job]
+    _sent: dict[int, dict[Entry, None]]  # by space, that were asked to leave it
     _copies: dict[int, FarCopy]
     _out: list[Action]
+    _touched: Callable[[Pool], None]
     drain: Callable[[int, int, int], None]
     num_leaving: Callable[[int], int]
 
@@ -43,17 +46,50 @@ class FarMoves(ABC):
 
         Said again until they are back: as many move as there are places for, the others when those are free again.
         """
-        for user in self._users:
-            mine = [(n, one) for n, one in user.places.items() if one.where[0].number == number]
-            mapped = [(n, one) for n, one in mine if one.state is PlaceState.MAPPED]
-            if mapped and not user.is_gone:
+        wanted -= self._forget_sent(number, wanted)
+        order = {entry: at for at, entry in enumerate(self._last_read(number, wanted))}
+        for user in [user for user in self._users if order and not user.is_gone]:
+            mapped = [(n, one) for n, one in user.places.items() if one.state is PlaceState.MAPPED]
+            mine = sorted((x for x in mapped if x[1].where[1] in order), key=lambda x: order[x[1].where[1]])
+            if mine:
                 user.pace.taken(now_ms)
                 user.awaits_lent = False  # in the pause, cached blocks may lie in what is lent
                 # with no place free, and none to come, they are lost
                 waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
-                self._move(user, mapped[: len(user.free)] if waits else mapped)
+                self._move(user, mine[max(0, len(mine) - len(user.free)) :] if waits else mine)
+                left = {one.where[1]: None for _, one in mine if one.state is PlaceState.LEAVING}
+                self._sent[number] |= left
         if self._jobs:
             self.advance()
+
+    def _forget_sent(self, number: int, wanted: int) -> int:
+        """Up to so many blocks that have left there, and are read no more: their pages. Those that are cached there
+        wait for the deadline, and others would be asked to leave meanwhile."""
+        sent, lent = self._sent.get(number, {}), self._pools[number]
+        self._sent[number] = {entry: None for entry in sent if entry.pins}
+        gone = [entry.block_hash for entry in sent if not entry.pins and entry.branch is not None][:wanted]
+        if gone:
+            lent.delete(gone)
+            self._touched(lent)
+        return len(gone)
+
+    def _last_read(self, number: int, wanted: int) -> list[Entry]:
+        """Blocks that living engines read there: with those that go already, so many, from the ends of prompts, as the
+        index evicts (a block that others follow keeps its page until they have gone). Beginnings first."""
+        stays: dict[Entry, bool] = {}
+        read: dict[Entry, None] = {}
+        for user in self._users:
+            for one in user.places.values():
+                if one.where[0].number != number:
+                    continue
+                if user.is_gone or one.state not in (PlaceState.LEAVING, PlaceState.UNMAPPING):
+                    stays[one.where[1]] = True
+                    if one.state is PlaceState.MAPPED and not user.is_gone:
+                        read[one.where[1]] = None
+                else:
+                    stays.setdefault(one.where[1], False)
+        wanted -= len(stays) - sum(stays.values())
+        return sorted(read, key=_depth)[-wanted:] if wanted > 0 else []
 
     def end_readers(self, number: int) -> None:
         """Lent pages of this space are overdue: whoever reads there still is killed."""
@@ -156,3 +192,13 @@ class FarMoves(ABC):
         """When bring_back() has something to look at."""
         due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._lent(u)]
         return min(due, default=None)
+
+
+def _depth(entry: Entry) -> int:
+    """Blocks of its prompt before it in its index."""
+    if (branch := entry.branch) is None:
+        return 0
+    count = entry.position - branch.start
+    while (branch := branch.above) is not None:
+        count += len(branch.entries)
+    return count
