@@ -66,26 +66,29 @@ class CoordinatorApi:
         if idempotency_key:
             headers["idempotency-key"] = idempotency_key
         content = msgspec.json.encode(body) if body is not None else None
+        used = self._current
         try:
-            response = await self._http.request(method, self.url + path, content=content, headers=headers)
+            response = await self._http.request(method, self._urls[used] + path, content=content, headers=headers)
         except httpx.TimeoutException as error:
-            self._turn()
+            self._turn(used)
             raise PeerTimeout(f"the coordinator did not answer {method} {path}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            self._turn()
+            self._turn(used)
             raise PeerGone(f"{type(error).__name__}: {error}") from error
         if response.status_code == 503 and len(self._urls) > 1:
-            self._leave_standby(response)
+            self._leave_standby(response, used)
         return response
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    def _turn(self) -> None:
-        self._current = (self._current + 1) % len(self._urls)
+    def _turn(self, used: int) -> None:
+        """Once for all calls that fail there: of two at once the second would turn back."""
+        if self._current == used:
+            self._current = (used + 1) % len(self._urls)
 
-    def _leave_standby(self, response: httpx.Response) -> None:
+    def _leave_standby(self, response: httpx.Response, used: int) -> None:
         try:
             refusal = msgspec.json.decode(response.content, type=_Refusal)
         except MALFORMED:
@@ -95,7 +98,7 @@ class CoordinatorApi:
         if refusal.leader in self._urls:  # never to an address that no setting gave
             self._current = self._urls.index(refusal.leader)
         else:
-            self._turn()
+            self._turn(used)
         raise PeerGone(f"that coordinator stands by; {refusal.leader or 'nobody'} leads")
 
 
