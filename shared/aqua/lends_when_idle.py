@@ -67,18 +67,27 @@ class LendsWhenIdle:
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
-            load, self._load = self._load, None
-            offers = [OnOffer("mine", self.lent_bytes)] if self.lent_bytes else []
-            lends = bool(offers)  # no more is offered then: a Lender has one offer
-            for decision in self._producer.decide(load, offers, self._clock_ms(), keeps=lends):
-                if isinstance(decision, MakeOffer):
-                    self._lend(decision.length_bytes)
-                elif self._wanted is None or decision.keep_bytes < self._wanted.keep_bytes:
-                    self._wanted = decision  # what failed before is still to be done
-            if self.lent_bytes and self._wanted is None and self._clock_ms() >= self._check_at_ms:
-                self._check()
-            if self._wanted is not None and self._clock_ms() >= self._retry_at_ms:
-                self._take_back(self._wanted)
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001  without this thread, what is lent would stay so
+                log.warning("lending_failed", decision="any", error=f"{type(error).__name__}: {error}")
+                self._retry_at_ms = self._clock_ms() + RETRY_MS
+                if self._producer.is_asking:
+                    self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
+
+    def _look(self) -> None:
+        load, self._load = self._load, None
+        offers = [OnOffer("mine", self.lent_bytes)] if self.lent_bytes else []
+        lends = bool(offers)  # no more is offered then: a Lender has one offer
+        for decision in self._producer.decide(load, offers, self._clock_ms(), keeps=lends):
+            if isinstance(decision, MakeOffer):
+                self._lend(decision.length_bytes)
+            elif self._wanted is None or decision.keep_bytes < self._wanted.keep_bytes:
+                self._wanted = decision  # what failed before is still to be done
+        if self.lent_bytes and self._wanted is None and self._clock_ms() >= self._check_at_ms:
+            self._check()
+        if self._wanted is not None and self._clock_ms() >= self._retry_at_ms:
+            self._take_back(self._wanted)
 
     def _lend(self, num_bytes: int) -> None:
         try:

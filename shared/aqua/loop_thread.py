@@ -30,9 +30,8 @@ class LoopThread:
         try:
             return future.result(timeout_s)
         except FutureTimeout:
-            if future.done():  # its own
-                raise
-            future.cancel()
+            if not future.cancel():  # a timeout of its own, or it has ended just now
+                return future.result()
             raise PeerTimeout(f"no answer within {timeout_s:.1f} s") from None
 
     def close(self) -> None:

@@ -1,12 +1,15 @@
 """A process that lends by its load: when it does, and when it takes everything back."""
 
+import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from shared.aqua.lends_when_idle import LendsWhenIdle
-from shared.errors import PeerGone, PeerTimeout
+from shared.aqua.loop_thread import LoopThread
+from shared.errors import PeerGone
 from shared.lending.rules import LendingRules
 
 
@@ -19,6 +22,7 @@ class FakeLender:
         self.refusals, self.fails = 1, 0
         self.rate = self.offered_bytes = 0
         self.left_bytes = None  # of its offer, as its mempool says
+        self.error = PeerGone("no coordinator")
 
     def budget_bytes_per_s(self):
         return self.rate
@@ -35,7 +39,7 @@ class FakeLender:
         if self.refusals:
             self.refusals -= 1
             self._note("refused")
-            raise PeerGone("no coordinator")
+            raise self.error
         self._note("lend", num_bytes)
         return num_bytes
 
@@ -43,7 +47,7 @@ class FakeLender:
         if self.fails:
             self.fails -= 1
             self._note("failed", keep_bytes)
-            raise PeerTimeout("slow")
+            raise self.error
         self.offered_bytes, self.left_bytes = keep_bytes, None
         self._note("reclaim", deadline_ms, keep_bytes)
         return 0.5
@@ -155,3 +159,42 @@ def test_a_take_back_that_failed_still_takes_all_when_less_is_wanted_behind_it()
     idle.close()
     assert lender.calls == [("lend", 1_000), ("failed", 0), ("reclaim", 700, 0)]
     assert idle.lent_bytes == 0
+
+
+@pytest.mark.parametrize("error", [PeerGone("no mempool"), OSError("disk"), TimeoutError()])
+def test_whatever_fails_it_lends_and_takes_back_later(error):
+    lender, now_ms = FakeLender(), 0
+    lender.fails, lender.error = 1, error
+    rules = LendingRules(
+        threshold_bytes=0, reserve_share=0.0, steady_ms=0, hold_ms=600_000, window_ms=10_000, peak_ms=10_000,
+        queue_limit=4, silent_ms=3_600_000,
+    )  # fmt: skip
+    idle = LendsWhenIdle(lender, 1_000, rules, clock_ms=lambda: now_ms)
+    for count, load in ((2, (0, 0)), (4, (9, 9))):
+        while len(lender.calls) < count:
+            assert idle._thread.is_alive()
+            now_ms += 2_000
+            idle.report(*load)
+            time.sleep(0.03)
+    idle.close()
+    assert [what for what, *_ in lender.calls] == ["refused", "lend", "failed", "reclaim"]
+    assert idle.lent_bytes == 0
+
+
+def test_an_answer_that_comes_in_the_moment_in_which_its_time_is_over_is_the_answer(monkeypatch):
+    class Late(Future):
+        def result(self, timeout=None):
+            if self.done():
+                return super().result()
+            self.set_result("answer")
+            raise TimeoutError
+
+    async def ask():
+        return None
+
+    loop, asked = LoopThread("t"), ask()
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "run_coroutine_threadsafe", lambda *_: Late())
+        assert loop.call(asked, 1.0) == "answer"
+    asked.close()
+    loop.close()
