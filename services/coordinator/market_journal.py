@@ -1,7 +1,7 @@
 """Leadership and the market's journal in Redis. Whatever writes says who it is, and a leader of the past
 writes nothing.
 
-quire:coordinator:leader    hash: owner, boot, url, term, until_us: by Redis's clock, the end of the leader's lease
+quire:coordinator:leader    hash: owner, boot, url, term, lease_us, until_us (by Redis's clock, the end of its lease)
 quire:coordinator:term      the last term given; at least the wall clock's microseconds, so that terms grow without it
 quire:coordinator:market    hash: field of core/market_records.py -> MarketEntry as JSON
 quire:coordinator:history   list of [event, subject, detail] as JSON, the newest last
@@ -58,9 +58,16 @@ local function number(word, most)
 end
 local MOST = 9007199254740990  -- whole numbers are exact up to here
 mend('quire:coordinator:leader', 'hash')
-local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url', 'until_us')
-local until_us = number(leader[5], now_us + 3600000000) or 0  -- nobody leads an hour ahead
-if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then return {'0', leader[4] or '', {}} end
+local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 'term', 'url', 'until_us', 'lease_us')
+local HOUR = 3600000000  -- nobody leads an hour ahead
+local until_us = number(leader[5], now_us + HOUR) or 0
+if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then
+  local most_us = now_us + (number(leader[6], HOUR) or HOUR)
+  if until_us > most_us then  -- the clock went back: who lives renews it within a lease
+    redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', most_us))
+  end
+  return {'0', leader[4] or '', {}}
+end
 mend('quire:coordinator:term', 'string')
 local last = number(redis.call('GET', 'quire:coordinator:term'), MOST)
 if not last then aside('quire:coordinator:term', 'is no number') end
@@ -74,7 +81,10 @@ if leader[1] ~= ARGV[1] or leader[2] ~= ARGV[2] or until_us <= now_us or term < 
   redis.call('SET', 'quire:coordinator:term', words)
   redis.call('HSET', 'quire:coordinator:leader', 'owner', ARGV[1], 'boot', ARGV[2], 'url', ARGV[3], 'term', words)
 end
-redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', now_us + ARGV[4] * 1000))
+redis.call(
+  'HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', now_us + ARGV[4] * 1000),
+  'lease_us', string.format('%.0f', ARGV[4] * 1000)
+)
 return {string.format('%.0f', term), '', mended}
 """
 )
