@@ -103,7 +103,16 @@ def _add_producer_routes(app: FastAPI, market: MarketShell) -> None:
 
     @app.post(
         "/v1/reclaims",
-        **documented("Take memory back", ReclaimOrder, AskReclaim, 400, 404, 409, 503, keyed=True),
+        **documented(
+            "Take memory back; of one offer up to 64 at a time",
+            ReclaimOrder,
+            AskReclaim,
+            400,
+            404,
+            409,
+            503,
+            keyed=True,
+        ),
     )
     async def reclaim(request: Request) -> Response:
         body = await read_body(request, AskReclaim)

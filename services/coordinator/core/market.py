@@ -162,15 +162,10 @@ class Market:
         if len(book.offers) >= self.limits.max_offers:
             return full(f"{self.limits.max_offers} offers")
         offer = Offer(
-            offer_id=book.make_id("o"),
-            producer=ask.producer,
-            producer_epoch=ask.producer_epoch,
-            mempool=ask.mempool,
-            boot_generation=ask.boot_generation,
-            space=ask.space,
-            length_bytes=ask.length_bytes,
-            key=key,
-        )
+            offer_id=book.make_id("o"), producer=ask.producer, producer_epoch=ask.producer_epoch,
+            mempool=ask.mempool, boot_generation=ask.boot_generation, space=ask.space,
+            length_bytes=ask.length_bytes, key=key,
+        )  # fmt: skip
         record = book.offers[offer.offer_id] = OfferRecord(offer, offer.length_bytes, now_ms)
         book.set_key("offer", ask.producer, key, offer.offer_id)
         book.write_offer(record)
@@ -190,7 +185,12 @@ class Market:
             message = f"{ask.producer} has no open offer {ask.offer_id}"
             return LendingRefused(code="offer.unknown", message=message)
         keep_bytes = max(0, offer.target_bytes - ask.length_bytes) if ask.length_bytes else 0
-        return book.open_reclaim(offer, keep_bytes, ask.deadline_ms, key, now_ms).order(now_ms)
+        asked, most = list(book.open_reclaims(ask.offer_id)), self.limits.max_reclaims
+        made = next((one for one in asked if one.covers(keep_bytes, ask.deadline_ms, now_ms)), None)
+        if made is None and len(asked) >= most:
+            return full(f"{most} open reclaims of one offer")
+        made = made or book.open_reclaim(offer, keep_bytes, ask.deadline_ms, key, now_ms)
+        return made.order(now_ms)
 
     def follow(self, members: Mapping[InstanceId, tuple[Epoch, bool]], gone: Gone, *, now_ms: int) -> None:
         """Take back what dead, replaced or gone producers offered. members: newest epoch, and whether it lives."""

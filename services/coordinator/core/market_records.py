@@ -41,6 +41,7 @@ class MarketLimits:
     orphan_deadline_ms: int = 5_000
     max_offers: int = 1_024
     max_leases: int = 16_384
+    max_reclaims: int = 64  # open ones of one offer: each is in every answer to its mempool's reports
     max_mempools: int = 256
     max_history: int = 200
 
@@ -201,6 +202,10 @@ class ReclaimRecord:
             keep_bytes=self.keep_bytes,
             deadline_ms=left_ms,
         )
+
+    def covers(self, keep_bytes: int, deadline_ms: int, now_ms: int) -> bool:
+        """Whether it brings back as much, as soon."""
+        return self.keep_bytes <= keep_bytes and self.order(now_ms).deadline_ms <= deadline_ms
 
     def view(self, now_ms: int, leased_bytes: int) -> ReclaimView:
         """For the producer. leased_bytes: on the offer."""
