@@ -4,6 +4,7 @@ said."""
 import asyncio
 import contextlib
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -35,10 +36,12 @@ from shared.wire.lending import (
     Renewed,
     ReportReply,
 )
+from shared.wire.lending_limits import check_range
 
 SOLO_LEASE_MS = 1 << 60
 TICK_S = 0.25
 RETRY_S = 1.0
+FAR_US = 10 * 366 * 86_400 * 1_000_000  # terms are of clocks, and none is so far ahead
 
 T = TypeVar("T")
 
@@ -183,7 +186,10 @@ class MarketShell:
         return self._counted(self.market.release(lease_id, call, now_ms=self._clock.now_ms()))
 
     def report(self, mempool: InstanceId, report: MempoolReport) -> ReportReply | LendingRefused:
-        """PUT /v1/mempools/{id}/report."""
+        """PUT /v1/mempools/{id}/report. Raises: InvalidRequest for a fence of a term that no coordinator had: the next
+        term is above it, and above the largest one no mempool could report that."""
+        most = max(self.market.book.term, time.time_ns() // 1_000 + FAR_US)
+        check_range("fence.term", report.fence.term, 0, most)
         answer = self._counted(self.market.report(mempool, report, now_ms=self._clock.now_ms()))
         if self.market.deposing_term:
             self._wake.set()

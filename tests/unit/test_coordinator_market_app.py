@@ -174,6 +174,7 @@ REPORT = {
     [
         {"fence": [HUGE, 0]},
         {"fence": [(1 << 52) + 1, 0]},  # Redis' Lua would count the next leader's term as the same
+        {"fence": [1 << 52, 0]},  # the next leader's could not be reported
         {"fence": [0, HUGE]},
         {"fence": [-1, 0]},
         {"boot_generation": 1 << 63},
