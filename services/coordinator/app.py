@@ -125,20 +125,21 @@ def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes]) -> None:
 
     @app.middleware("http")
     async def check(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if keys and request.url.path not in OPEN_PATHS and not _known_key(request, keys):
+        # the path as routes see it: the one of request.url depends on the Host header in older Starlettes
+        if keys and request.scope["path"] not in OPEN_PATHS and not _known_key(request, keys):
             reply = error_reply(
                 Unauthorized.http_status, Unauthorized.code, "X-API-Key is missing or unknown"
             )
-            if request.url.path == PAGE:
+            if request.scope["path"] == PAGE:
                 reply.headers["www-authenticate"] = 'Basic realm="Quire coordinator", charset="UTF-8"'
             return reply
-        return refuse_standby(request.url.path, coordinator.leader_url) or await go_on(request)
+        return refuse_standby(request.scope["path"], coordinator.leader_url) or await go_on(request)
 
 
 def _known_key(request: Request, keys: list[bytes]) -> bool:
     said = request.headers.get("authorization", "")
     bearer = said.removeprefix("Bearer ")
-    if request.url.path == PAGE and said.startswith("Basic "):  # nowhere else: browsers send it unasked
+    if request.scope["path"] == PAGE and said.startswith("Basic "):  # nowhere else: browsers send it unasked
         bearer = _password(said.removeprefix("Basic "))
     given = (request.headers.get("x-api-key") or bearer).encode()
     return any(hmac.compare_digest(given, key) for key in keys)

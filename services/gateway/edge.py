@@ -191,7 +191,7 @@ async def _answer(error: ClusterError, scope: Scope, send: Send) -> None:
 async def http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, raised on to Edge's form."""
     assert isinstance(error, HTTPException)
-    failure = plain_http(error.status_code, request.method, request.url.path)
+    failure = plain_http(error.status_code, request.method, request.scope["path"])
     status, body = describe(failure)
     metrics.ERRORS.labels(failure.code).inc()
     response = Response(body, status, media_type="application/json", headers=error.headers)

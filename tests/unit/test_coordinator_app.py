@@ -5,6 +5,8 @@ import asyncio
 import httpx
 import msgspec
 import pytest
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings, load
@@ -205,3 +207,12 @@ async def test_a_client_that_leaves_inside_its_body_is_no_error_of_the_applicati
     }  # fmt: skip
     await app(scope, receive, send)  # what it raises, uvicorn logs with a traceback
     assert not any(message.get("status") == 500 for message in sent)
+
+
+async def test_which_path_wants_a_key_is_not_read_from_the_host_header(monkeypatch):
+    """Starlettes that may be installed take Host for a part of the URL: `x/health?` made any path an open one."""
+    monkeypatch.setattr(Request, "url", URL("http://x/health?/v1/instances"))
+    api = client("key")
+    assert (await api.get("/v1/instances")).status_code == 401
+    assert (await api.get("/", headers={"authorization": "Basic eDprZXk="})).status_code == 200
+    assert (await api.get("/health")).status_code == 200
