@@ -7,7 +7,7 @@ OpenAPI page takes its schemas from them.
 import base64
 import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
+from services.coordinator.browsers import is_foreign
 from services.coordinator.core.membership import Full, Stale, Unknown
 from services.coordinator.page import render
 from services.coordinator.replies import ErrorBody, documented, error_reply, json_reply, read_body
@@ -39,9 +40,10 @@ PAGE = "/"
 STRUCTS = (Register, Registered, Heartbeat, HeartbeatReply, InstanceList, *MARKET_STRUCTS)
 
 
-def create_app(coordinator: Coordinator, api_keys: list[str]) -> FastAPI:
+def create_app(coordinator: Coordinator, api_keys: list[str], own_names: Collection[str] = ()) -> FastAPI:
     """The application. With api_keys, /v1 and / want `X-API-Key` or `Authorization: Bearer`; for the page a browser
-    asks its user: any name, and a key as the password."""
+    asks its user: any name, and a key as the password. Without, no page of another site changes anything; own_names:
+    of hosts, under which a browser may have pages from here."""
     app = FastAPI(
         title="Quire coordinator",
         description=DESCRIPTION,
@@ -61,7 +63,7 @@ def create_app(coordinator: Coordinator, api_keys: list[str]) -> FastAPI:
     _add_instance_routes(app, coordinator)
     add_market_routes(app, coordinator.lending)
     _add_other_routes(app, coordinator)
-    _guard(app, coordinator, [key.encode() for key in api_keys])
+    _guard(app, coordinator, [key.encode() for key in api_keys], own_names)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -120,7 +122,7 @@ def _add_other_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
-def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes]) -> None:
+def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes], own_names: Collection[str]) -> None:
     """Keys first; then, while this coordinator stands by, where the leader is."""
 
     @app.middleware("http")
@@ -133,6 +135,11 @@ def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes]) -> None:
             if request.scope["path"] == PAGE:
                 reply.headers["www-authenticate"] = 'Basic realm="Quire coordinator", charset="UTF-8"'
             return reply
+        if not keys and is_foreign(request, own_names):
+            message = (
+                "a page of another site changes nothing here; a name of this one is coordinator.advertise"
+            )
+            return error_reply(403, "origin.foreign", message)
         return refuse_standby(request.scope["path"], coordinator.leader_url) or await go_on(request)
 
 

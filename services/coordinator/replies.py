@@ -25,7 +25,11 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BODY_BYTES) -> T:
-    """Raises: BodyTooLarge, InvalidRequest; HTTPException when the client left inside its body."""
+    """Raises: BodyTooLarge, InvalidRequest; HTTPException for another content type (pages of other sites can send those
+    unasked; an empty one is none), and when the client left inside its body."""
+    said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if said not in ("", JSON):
+        raise HTTPException(415, f"content-type {said[:80]!r}: it must be {JSON}")
     raw = bytearray()
     try:
         async for piece in request.stream():
