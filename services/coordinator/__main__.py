@@ -5,7 +5,6 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Generator
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
@@ -65,14 +64,6 @@ def own_url(advertise: str, host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def own_names(url: str) -> set[str]:
-    """Of hosts, under which this coordinator is known, in lower case."""
-    names = {socket.gethostname().lower()}
-    with contextlib.suppress(ValueError):  # whatever was advertised
-        names.add(urlsplit(url).hostname or "localhost")
-    return names
-
-
 def server_of(app: FastAPI) -> uvicorn.Server:
     """What serves the application, to be told where."""
     return _Server(
@@ -100,7 +91,7 @@ async def run(settings: CoordinatorSettings) -> int:
     host, port = listener.getsockname()[:2]
     url = own_url(settings.advertise, host, port)
     coordinator = Coordinator(settings, MonotonicClock(), url=url)
-    server = server_of(create_app(coordinator, settings.api_keys, own_names(url)))
+    server = server_of(create_app(coordinator, settings.api_keys, {url, own_url("", "::", port)}))
 
     def stop(_: object) -> None:
         server.should_exit = True

@@ -17,10 +17,9 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
-from services.coordinator.browsers import is_foreign
 from services.coordinator.core.membership import Full, Stale, Unknown
 from services.coordinator.page import render
-from services.coordinator.replies import ErrorBody, documented, error_reply, json_reply, read_body
+from services.coordinator.replies import ErrorBody, documented, error_reply, is_foreign, json_reply, read_body
 from services.coordinator.routes_market import MARKET_STRUCTS, add_market_routes, refuse_standby
 from services.coordinator.shell import Coordinator
 from shared.errors import ClusterError, InvalidRequest, Overloaded, StaleEpoch, Unauthorized
@@ -40,10 +39,9 @@ PAGE = "/"
 STRUCTS = (Register, Registered, Heartbeat, HeartbeatReply, InstanceList, *MARKET_STRUCTS)
 
 
-def create_app(coordinator: Coordinator, api_keys: list[str], own_names: Collection[str] = ()) -> FastAPI:
+def create_app(coordinator: Coordinator, api_keys: list[str], own_urls: Collection[str] = ()) -> FastAPI:
     """The application. With api_keys, /v1 and / want `X-API-Key` or `Authorization: Bearer`; for the page a browser
-    asks its user: any name, and a key as the password. Without, no page of another site changes anything; own_names:
-    of hosts, under which a browser may have pages from here."""
+    asks its user: any name, and a key as the password. Without, pages that are not from own_urls change nothing."""
     app = FastAPI(
         title="Quire coordinator",
         description=DESCRIPTION,
@@ -63,7 +61,7 @@ def create_app(coordinator: Coordinator, api_keys: list[str], own_names: Collect
     _add_instance_routes(app, coordinator)
     add_market_routes(app, coordinator.lending)
     _add_other_routes(app, coordinator)
-    _guard(app, coordinator, [key.encode() for key in api_keys], own_names)
+    _guard(app, coordinator, [key.encode() for key in api_keys], own_urls)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -122,12 +120,12 @@ def _add_other_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
-def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes], own_names: Collection[str]) -> None:
+def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes], own_urls: Collection[str]) -> None:
     """Keys first; then, while this coordinator stands by, where the leader is."""
 
     @app.middleware("http")
     async def check(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        # the path as routes see it: the one of request.url depends on the Host header in older Starlettes
+        # not of request.url: in older Starlettes the Host header decides which one that has
         if keys and request.scope["path"] not in OPEN_PATHS and not _known_key(request, keys):
             reply = error_reply(
                 Unauthorized.http_status, Unauthorized.code, "X-API-Key is missing or unknown"
@@ -135,11 +133,10 @@ def _guard(app: FastAPI, coordinator: Coordinator, keys: list[bytes], own_names:
             if request.scope["path"] == PAGE:
                 reply.headers["www-authenticate"] = 'Basic realm="Quire coordinator", charset="UTF-8"'
             return reply
-        if not keys and is_foreign(request, own_names):
-            message = (
-                "a page of another site changes nothing here; a name of this one is coordinator.advertise"
+        if not keys and is_foreign(request, own_urls):
+            return error_reply(
+                403, "origin.foreign", "the page is not of this URL, nor of coordinator.advertise"
             )
-            return error_reply(403, "origin.foreign", message)
         return refuse_standby(request.scope["path"], coordinator.leader_url) or await go_on(request)
 
 

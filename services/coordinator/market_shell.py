@@ -186,8 +186,8 @@ class MarketShell:
         return self._counted(self.market.release(lease_id, call, now_ms=self._clock.now_ms()))
 
     def report(self, mempool: InstanceId, report: MempoolReport) -> ReportReply | LendingRefused:
-        """PUT /v1/mempools/{id}/report. Raises: InvalidRequest for a fence of a term that no coordinator had: the next
-        term is above it, and above the largest one no mempool could report that."""
+        """PUT /v1/mempools/{id}/report. Raises: InvalidRequest for a term that no coordinator had: above the largest
+        there is none."""
         most = max(self.market.book.term, time.time_ns() // 1_000 + FAR_US)
         check_range("fence.term", report.fence.term, 0, most)
         answer = self._counted(self.market.report(mempool, report, now_ms=self._clock.now_ms()))

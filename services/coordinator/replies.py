@@ -1,6 +1,9 @@
 """What every route shares: bodies in, JSON out, one shape of refusal, a line in the OpenAPI page."""
 
+import ipaddress
+from collections.abc import Collection
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Request, Response
@@ -25,8 +28,8 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BODY_BYTES) -> T:
-    """Raises: BodyTooLarge, InvalidRequest; HTTPException for another content type (pages of other sites can send those
-    unasked; an empty one is none), and when the client left inside its body."""
+    """Raises: BodyTooLarge, InvalidRequest; HTTPException for another content type (an empty one is none), and when the
+    client left inside its body."""
     said = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if said not in ("", JSON):
         raise HTTPException(415, f"content-type {said[:80]!r}: it must be {JSON}")
@@ -42,6 +45,23 @@ async def read_body(request: Request, kind: type[T], *, max_bytes: int = MAX_BOD
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
         raise InvalidRequest(str(error)) from error
+
+
+def is_foreign(request: Request, own_urls: Collection[str]) -> bool:
+    """Whether a browser's page that is not from here would change something. From here are own_urls, and pages at an
+    address or localhost: any other name may have been given this address (DNS rebinding)."""
+    headers, origin = request.headers, request.headers.get("origin")
+    if request.method in ("GET", "HEAD", "OPTIONS") or origin in own_urls:
+        return False
+    if origin is None:
+        return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+    try:
+        said = urlsplit(origin)
+        if said.hostname != "localhost":
+            ipaddress.ip_address(said.hostname or "")
+    except ValueError:
+        return True
+    return said.netloc != headers.get("host")
 
 
 def json_reply(value: Any, status: int = 200) -> Response:

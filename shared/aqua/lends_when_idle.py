@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.errors import ClusterError
 from shared.lending.load import Load
 from shared.lending.producer import MakeOffer, OnOffer, Producer, TakeBack
 from shared.lending.rules import LendingRules
@@ -70,9 +69,10 @@ class LendsWhenIdle:
             try:
                 self._look()
             except Exception as error:  # noqa: BLE001  without this thread, what is lent would stay so
-                log.warning("lending_failed", decision="any", error=f"{type(error).__name__}: {error}")
-                self._retry_at_ms = self._clock_ms() + RETRY_MS
-                if self._producer.is_asking:
+                log.warning("lending_failed", error=repr(error), wanted=self._wanted and self._wanted.reason)
+                if self._wanted is not None:
+                    self._retry_at_ms = self._clock_ms() + RETRY_MS
+                if self._producer.is_asking:  # a later look decides again
                     self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
 
     def _look(self) -> None:
@@ -90,23 +90,14 @@ class LendsWhenIdle:
             self._take_back(self._wanted)
 
     def _lend(self, num_bytes: int) -> None:
-        try:
-            self.lent_bytes = self._lender.lend(num_bytes)
-        except ClusterError as error:  # a later look decides again
-            log.info("lending_failed", decision="MakeOffer", error=error.message)
-            self._producer.answered(self._clock_ms(), retry_after_ms=RETRY_MS)
-        else:
-            self._producer.answered(self._clock_ms())
+        self.lent_bytes = self._lender.lend(num_bytes)
+        self._producer.answered(self._clock_ms())
 
     def _check(self) -> None:
         """An offer ends without a decision of this object's where its mempool begins anew, or somebody asks the
         coordinator to take it back. What is left of it comes home then, and can be offered again."""
         self._check_at_ms = self._clock_ms() + CHECK_MS
-        try:
-            left_bytes = self._lender.still_offered_bytes()
-        except ClusterError as error:
-            log.info("lending_failed", decision="check", error=error.message)
-            return
+        left_bytes = self._lender.still_offered_bytes()
         if left_bytes is not None and left_bytes < self.lent_bytes:
             self._wanted = TakeBack("mine", left_bytes, 0, "its mempool has less on offer")
 
@@ -116,16 +107,11 @@ class LendsWhenIdle:
         The deadline is of what the mempool has measured by now, and as if all that is offered were lent: who reads it
         in place is killed at it.
         """
-        try:
-            rate = self._lender.budget_bytes_per_s()
-            deadline_ms = self._rules.deadline_ms(max(0, self.lent_bytes - wanted.keep_bytes), rate)
-            took_s = self._lender.reclaim(deadline_ms, wanted.keep_bytes)
-        except ClusterError as error:
-            log.info("lending_failed", decision="TakeBack", error=error.message)
-            self._retry_at_ms = self._clock_ms() + RETRY_MS
-        else:
-            self.reclaims.append((wanted.reason, took_s))
-            self.lent_bytes, self._wanted, self._retry_at_ms = self._lender.offered_bytes, None, 0
+        rate = self._lender.budget_bytes_per_s()
+        deadline_ms = self._rules.deadline_ms(max(0, self.lent_bytes - wanted.keep_bytes), rate)
+        took_s = self._lender.reclaim(deadline_ms, wanted.keep_bytes)
+        self.reclaims.append((wanted.reason, took_s))
+        self.lent_bytes, self._wanted, self._retry_at_ms = self._lender.offered_bytes, None, 0
 
     def close(self) -> None:
         """Nothing more is decided; what is lent stays so."""

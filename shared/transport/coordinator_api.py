@@ -68,7 +68,9 @@ class CoordinatorApi:
         content = msgspec.json.encode(body) if body is not None else None
         used = self._current
         try:
-            response = await self._http.request(method, self._urls[used] + path, content=content, headers=headers)
+            response = await self._http.request(
+                method, self._urls[used] + path, content=content, headers=headers
+            )
         except httpx.TimeoutException as error:
             self._turn(used)
             raise PeerTimeout(f"the coordinator did not answer {method} {path}") from error

@@ -25,7 +25,7 @@ def api():
 
 def client(*keys, **settings):
     coordinator = Coordinator(CoordinatorSettings(redis_url="", **settings), ManualClock())
-    transport = httpx.ASGITransport(create_app(coordinator, list(keys), ["test"]))
+    transport = httpx.ASGITransport(create_app(coordinator, list(keys), ["http://test"]))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -210,38 +210,24 @@ async def test_a_client_that_leaves_inside_its_body_is_no_error_of_the_applicati
 
 
 async def test_which_path_wants_a_key_is_not_read_from_the_host_header(monkeypatch):
-    """Starlettes that may be installed take Host for a part of the URL: `x/health?` made any path an open one."""
+    """Older Starlettes make their URL of it."""
     monkeypatch.setattr(Request, "url", URL("http://x/health?/v1/instances"))
     api = client("key")
     assert (await api.get("/v1/instances")).status_code == 401
     assert (await api.get("/", headers={"authorization": "Basic eDprZXk="})).status_code == 200
-    assert (await api.get("/health")).status_code == 200
-
-
-LOCAL, MACHINE = "http://127.0.0.1:8103", "http://gpu-head.lan:8103"
 
 
 @pytest.mark.parametrize(
-    ("url", "said", "status"),
+    ("host", "said", "status"),
     [
-        (MACHINE, {}, 200),  # no browser: members know it by any name
-        ("http://test", {"origin": "http://test"}, 200),
-        (LOCAL, {"origin": LOCAL, "sec-fetch-site": "same-origin"}, 200),
-        ("http://[::1]:8103", {"origin": "http://[::1]:8103"}, 200),
-        (LOCAL, {"origin": "http://evil.example"}, 403),
-        (LOCAL, {"origin": "null"}, 403),
-        (LOCAL, {"origin": "http://[x"}, 403),
-        (LOCAL, {"origin": "http://localhost:3000"}, 403),
-        (LOCAL, {"sec-fetch-site": "cross-site"}, 403),
-        (MACHINE, {"origin": MACHINE, "sec-fetch-site": "same-origin"}, 403),  # a name that leads here
-        (LOCAL, {"content-type": "text/plain"}, 415),
-        (LOCAL, {"content-type": "application/json; charset=utf-8"}, 200),
+        ("any.lan", {}, 200),  # no browser: members know it by any name
+        ("test", {"origin": "http://test"}, 200), ("[::1]:81", {"origin": "http://[::1]:81"}, 200),
+        ("any.lan", {"origin": "http://any.lan"}, 403),  # it may be anybody's
+        ("localhost", {"origin": "http://localhost:3000"}, 403), ("[::1]", {"sec-fetch-site": "cross-site"}, 403),
+        ("localhost", {"content-type": "text/plain"}, 415),
     ],
-)
-async def test_without_keys_a_page_of_another_site_changes_nothing(url, said, status):
-    api = client()
-    body = msgspec.json.encode(register("prefill-0"))
-    reply = await api.post(f"{url}/v1/instances", content=body, headers=said)
-    assert reply.status_code == status
-    assert len((await api.get("/v1/instances")).json()["instances"]) == (status == 200)
-    assert (await api.get(f"{url}/", headers=said)).status_code == 200, "whoever follows a link may look"
+)  # fmt: skip
+async def test_without_keys_a_page_of_another_site_changes_nothing(host, said, status):
+    api, body = client(), msgspec.json.encode(register())
+    assert (await api.post(f"http://{host}/v1/instances", content=body, headers=said)).status_code == status
+    assert len((await api.get("/v1/instances", headers=said)).json()["instances"]) == (status == 200)

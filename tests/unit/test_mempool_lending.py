@@ -118,6 +118,15 @@ class Market(Spaces):
         return self.core.status().counters
 
 
+def lent() -> tuple[Market, market.Grant]:
+    """Four pages, with ABCD."""
+    rig = Market()
+    grant = rig.lend(4)
+    rig.leave(ABCD, "abcd")
+    rig.copied()
+    return rig, grant
+
+
 def test_what_leaves_goes_to_lent_pages_first_and_to_host_memory_after():
     rig = Market()
     rig.lend(3)
@@ -131,10 +140,7 @@ def test_what_leaves_goes_to_lent_pages_first_and_to_host_memory_after():
 
 
 def test_a_reader_gets_its_bytes_back_from_a_lent_page():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     rig.leave(WXYZ, "wxyz")
     assert len(rig.on_shelf()) == 4
     assert rig.read(ABCD) == "abcd"
@@ -143,10 +149,7 @@ def test_a_reader_gets_its_bytes_back_from_a_lent_page():
 
 
 def test_a_reclaim_moves_blocks_to_host_memory_and_returns_the_pages_to_the_producers_engine():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     before = len(rig.granted[LENDER])
     rig.reclaim(0, 1000)
     (copy,) = rig.copies.values()
@@ -161,10 +164,7 @@ def test_a_reclaim_moves_blocks_to_host_memory_and_returns_the_pages_to_the_prod
 
 
 def test_at_the_deadline_blocks_are_forgotten_but_what_a_copy_reads_is_waited_for():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     rig.reclaim(0, 1000)
     rig.advance(1001)
     assert rig.leased() == 4
@@ -186,10 +186,7 @@ def test_without_room_in_host_memory_a_reclaim_drops_what_is_left_at_its_deadlin
 
 
 def test_a_reclaim_of_a_part_leaves_the_rest_on_loan():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     rig.reclaim(3, 1000)
     rig.copied()
     assert rig.leased() == 3
@@ -222,10 +219,7 @@ def test_a_loan_whose_time_is_over_returns_its_pages_to_the_offer_and_a_renewed_
 
 
 def test_a_renewed_loan_says_how_much_of_it_stays_while_a_part_is_wanted_back():
-    rig = Market()
-    grant = rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, grant = lent()
     for keep in (4, 3, 3):
         if keep < 4:
             rig.reclaim(3, 1_000)
@@ -238,10 +232,7 @@ def test_a_renewed_loan_says_how_much_of_it_stays_while_a_part_is_wanted_back():
 
 
 def test_a_released_loan_empties_into_host_memory():
-    rig = Market()
-    grant = rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, grant = lent()
     rig.say(FRONT, calls.ReleaseLoan(call_id=9, lease_id=grant.lease_id))
     rig.copied()
     assert not rig.core.lending.loans.loans
@@ -249,10 +240,7 @@ def test_a_released_loan_empties_into_host_memory():
 
 
 def test_a_consumer_whose_processes_are_dead_returns_everything():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     for connection in (PREFILL, 100 + PREFILL):
         rig.run(rig.core.on_closed(connection, rig.now_ms))
     assert rig.core.lending.loans.loans, "its processes may live"
@@ -262,10 +250,7 @@ def test_a_consumer_whose_processes_are_dead_returns_everything():
 
 
 def test_a_dead_producer_does_not_cost_the_consumer_its_blocks():
-    rig = Market()
-    rig.lend(4)
-    rig.leave(ABCD, "abcd")
-    rig.copied()
+    rig, _ = lent()
     for connection in (LENDER, 100 + LENDER):
         rig.run(rig.core.on_closed(connection, rig.now_ms))
     rig.run(rig.core.on_process_dead(LENDER, rig.now_ms))

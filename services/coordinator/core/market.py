@@ -241,21 +241,11 @@ class Market:
         book.next_number += 1
         ttl_ms = max(2 * limits.ttl_margin_ms, min(ask.ttl_ms or limits.lease_ttl_ms, limits.lease_ttl_ms))
         grant = Grant(
-            lease_id=LeaseId(f"l-{token.term}-{token.number}"),
-            offer_id=offer.offer_id,
-            consumer=ask.consumer,
-            purpose=ask.purpose,
-            mempool=offer.mempool,
-            address=mempool.address,
-            boot_generation=mempool.boot_generation,
-            space=offer.space,
-            length_bytes=length_bytes,
-            token=token,
-            present_ms=limits.present_ms,
-            ttl_ms=ttl_ms,
-            consumer_ttl_ms=ttl_ms - limits.ttl_margin_ms,
-            key=key,
-        )
+            lease_id=LeaseId(f"l-{token.term}-{token.number}"), offer_id=offer.offer_id, consumer=ask.consumer,
+            purpose=ask.purpose, mempool=offer.mempool, address=mempool.address,
+            boot_generation=mempool.boot_generation, space=offer.space, length_bytes=length_bytes, token=token,
+            present_ms=limits.present_ms, ttl_ms=ttl_ms, consumer_ttl_ms=ttl_ms - limits.ttl_margin_ms, key=key,
+        )  # fmt: skip
         lease = LeaseRecord(grant, offer.producer, "granted", length_bytes, now_ms)
         book.add_lease(lease)
         book.write_lease(lease)

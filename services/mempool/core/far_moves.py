@@ -19,6 +19,8 @@ from services.mempool.core.far_state import FarCopy, FarNeed, Job, Place, PlaceS
 from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.pool import Pool
 
+GOING = (PlaceState.LEAVING, PlaceState.UNMAPPING)
+
 
 class FarMoves(ABC):
     """See Far, which has these."""
@@ -46,50 +48,43 @@ class FarMoves(ABC):
 
         Said again until they are back: as many move as there are places for, the others when those are free again.
         """
-        wanted -= self._forget_sent(number, wanted)
-        order = {entry: at for at, entry in enumerate(self._last_read(number, wanted))}
-        for user in [user for user in self._users if order and not user.is_gone]:
-            mapped = [(n, one) for n, one in user.places.items() if one.state is PlaceState.MAPPED]
-            mine = sorted((x for x in mapped if x[1].where[1] in order), key=lambda x: order[x[1].where[1]])
+        going = self._last_read(number, wanted - self._forget_sent(number, wanted))
+        for user in [user for user in self._users if going and not user.is_gone]:
+            mine = [
+                x for x in user.places.items() if x[1].state is PlaceState.MAPPED and x[1].where[1] in going
+            ]
             if mine:
+                mine.sort(key=lambda x: _depth(x[1].where[1]))
                 user.pace.taken(now_ms)
                 user.awaits_lent = False  # in the pause, cached blocks may lie in what is lent
                 # with no place free, and none to come, they are lost
                 waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
                 self._move(user, mine[max(0, len(mine) - len(user.free)) :] if waits else mine)
-                left = {one.where[1]: None for _, one in mine if one.state is PlaceState.LEAVING}
-                self._sent[number] |= left
+                self._sent[number] |= {x.where[1]: None for _, x in mine if x.state is PlaceState.LEAVING}
         if self._jobs:
             self.advance()
 
     def _forget_sent(self, number: int, wanted: int) -> int:
-        """Up to so many blocks that have left there, and are read no more: their pages. Those that are cached there
-        wait for the deadline, and others would be asked to leave meanwhile."""
-        sent, lent = self._sent.get(number, {}), self._pools[number]
+        """Of what was asked to leave and is read there no more, up to so many: others would be asked meanwhile."""
+        sent = self._sent.get(number, {})
         self._sent[number] = {entry: None for entry in sent if entry.pins}
-        gone = [entry.block_hash for entry in sent if not entry.pins and entry.branch is not None][:wanted]
-        if gone:
-            lent.delete(gone)
-            self._touched(lent)
+        if gone := [entry.block_hash for entry in sent if not entry.pins and entry.branch is not None][
+            :wanted
+        ]:
+            self._pools[number].delete(gone)
+            self._touched(self._pools[number])
         return len(gone)
 
-    def _last_read(self, number: int, wanted: int) -> list[Entry]:
-        """Blocks that living engines read there: with those that go already, so many, from the ends of prompts, as the
-        index evicts (a block that others follow keeps its page until they have gone). Beginnings first."""
-        stays: dict[Entry, bool] = {}
-        read: dict[Entry, None] = {}
-        for user in self._users:
-            for one in user.places.values():
-                if one.where[0].number != number:
-                    continue
-                if user.is_gone or one.state not in (PlaceState.LEAVING, PlaceState.UNMAPPING):
-                    stays[one.where[1]] = True
-                    if one.state is PlaceState.MAPPED and not user.is_gone:
-                        read[one.where[1]] = None
-                else:
-                    stays.setdefault(one.where[1], False)
-        wanted -= len(stays) - sum(stays.values())
-        return sorted(read, key=_depth)[-wanted:] if wanted > 0 else []
+    def _last_read(self, number: int, wanted: int) -> set[Entry]:
+        """Blocks that are read there, as many as are wanted beside those that go already. The last of their prompts: an
+        index keeps what others follow."""
+        here = [
+            (user, x) for user in self._users for x in user.places.values() if x.where[0].number == number
+        ]
+        stay = {x.where[1] for user, x in here if user.is_gone or x.state not in GOING}
+        read = {x.where[1]: 0 for user, x in here if x.state is PlaceState.MAPPED and not user.is_gone}
+        wanted -= len({x.where[1] for _, x in here} - stay)
+        return set(sorted(read, key=_depth)[-wanted:]) if wanted > 0 else set()
 
     def end_readers(self, number: int) -> None:
         """Lent pages of this space are overdue: whoever reads there still is killed."""
@@ -195,10 +190,7 @@ class FarMoves(ABC):
 
 
 def _depth(entry: Entry) -> int:
-    """Blocks of its prompt before it in its index."""
-    if (branch := entry.branch) is None:
-        return 0
-    count = entry.position - branch.start
-    while (branch := branch.above) is not None:
+    branch, count = entry.branch, entry.position - (entry.branch.start if entry.branch else 0)
+    while branch and (branch := branch.above):
         count += len(branch.entries)
     return count
