@@ -65,8 +65,11 @@ def by_length(config: Any) -> str:
     model, found = config.model_config, ""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):  # or one for each kind of layer
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "longrope":
             found += "long " if model.max_model_len > part["original_max_position_embeddings"] else "short "
+        elif kind == "dynamic":  # by the most positions, which in some models are as many
+            found += f"{model.max_model_len} "
     return found
 
 

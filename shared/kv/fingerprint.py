@@ -1,9 +1,9 @@
 """Content fingerprint of a model folder: same digest, same KV for the same tokens.
 
 It covers config.json and the weight files by name, size and content. Up to WHOLE_BYTES in total, every byte
-is read; of larger models each file gives its head and pieces spread over its length, because reading 140 GB
-at every start would cost minutes; safetensors also their header, and each tensor's head, middle and end: some layers
-may be tuned alone. Edits between these do not show: of a few rows of an embedding, of one of many fused experts.
+is read; of larger models each file gives its head and pieces spread over its length, because reading 140 GB at
+every start would cost minutes; safetensors also their header, and each tensor's head, end and places between:
+some layers, or experts, may be tuned alone. Edits between these do not show: of a few rows of an embedding.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ WHOLE_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 NUM_PIECES = 8  # per large file, the first and the last MiB included
 SPOT_BYTES = 4096
+SPOT_EVERY_BYTES = 16 << 20  # of a tensor, in which all experts of a layer may lie; three of each at least
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -25,7 +26,7 @@ def model_fingerprint(model_dir: str, *, random_weights: bool = False) -> str:
     """Hex digest of 32 characters. With random weights, whatever lies in the folder, of config.json alone.
 
     Raises: SettingsError when the folder has no config.json or no weights, or cannot be read.
-    Cost: one pass over at most 64 MiB, or NUM_PIECES MiB a file and 12 KiB a tensor (0.1 s for 14 GB in memory).
+    Cost: one pass over at most 64 MiB, or NUM_PIECES MiB a file, 12 KiB a tensor and 4 KiB for each 16 MiB of it.
     """
     folder = Path(model_dir)
     if not (folder / "config.json").is_file():
@@ -81,5 +82,6 @@ def _spots(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
         if not 0 <= first <= end <= size_bytes - begin:
             return []
         last, num_bytes = max(0, end - first - SPOT_BYTES), min(SPOT_BYTES, end - first)
-        spots += [(begin + first + last * i // 2, num_bytes) for i in range(3)]
+        most = max(3, 1 + (end - first) // SPOT_EVERY_BYTES) - 1
+        spots += [(begin + first + last * i // most, num_bytes) for i in range(most + 1)]
     return spots

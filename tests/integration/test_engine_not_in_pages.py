@@ -17,6 +17,7 @@ ROPE = {
 }  # fmt: skip
 MODELS = {
     "longrope": (LLAMA | {"rope_parameters": ROPE}, 4),  # keys of content and family, of two engines of unequal lengths
+    "dynamic": (LLAMA | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 4),
     "chunks": (
         {
             "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 64,

@@ -76,6 +76,13 @@ def test_every_tensor_of_a_large_model_is_sampled(folder, monkeypatch):
         weights.write_bytes(data)
         found.add(model_fingerprint(str(folder)))
     assert len(found) == 24
+    monkeypatch.setattr(fingerprint, "SPOT_EVERY_BYTES", 500)
+    for expert in range(10):  # of the last one, fused
+        data = bytearray(good)
+        data[-5000 + 500 * expert : -5000 + 500 * (expert + 1)] = b"1" * 500
+        weights.write_bytes(data)
+        found.add(model_fingerprint(str(folder)))
+    assert len(found) == 34
     for bad in (b"\xff" * 8 + good, bytes(8) + good, good[:8] + b"[" * len(good), good[:-1]):
         weights.write_bytes(bad)
         with weights.open("rb") as file:
