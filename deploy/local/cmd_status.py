@@ -57,7 +57,7 @@ def _troubles(found: Mapping[str, Any]) -> list[str]:
     coordinators = {name: get_json(probes[name]) for name in COORDINATORS if name in probes}
     scheduler = get_json(addresses["scheduler"] + "/status") if "scheduler" in addresses else None
     asked = {"scheduler": scheduler, "mempool": found["mempool"]}
-    asked |= {name: get_json(at + "/health") for name, at in addresses.items() if name.startswith("gateway-")}
+    asked |= {"gateway": get_json(addresses["gateway"] + "/health")} if "gateway" in addresses else {}
     return troubles(services, scheduler, coordinators, [name for name, said in asked.items() if said is None])
 
 

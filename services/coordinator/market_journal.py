@@ -62,7 +62,8 @@ local leader = redis.call('HMGET', 'quire:coordinator:leader', 'owner', 'boot', 
 local HOUR = 3600000000  -- nobody leads an hour ahead
 local until_us = number(leader[5], now_us + HOUR) or 0
 if leader[1] and leader[1] ~= ARGV[1] and until_us > now_us then
-  local most_us = now_us + (number(leader[6], HOUR) or HOUR)
+  local lease_us = leader[6] and number(leader[6], HOUR) or 0  -- 0: a leader of before says none
+  local most_us = now_us + (lease_us > 0 and lease_us or HOUR)
   if until_us > most_us then  -- the clock went back; who lives renews it sooner
     redis.call('HSET', 'quire:coordinator:leader', 'until_us', string.format('%.0f', most_us))
   end

@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.errors import BodyTooLarge, InvalidRequest, Overloaded
 
-MAX_UNFINISHED_BYTES = 256 << 20  # in all; then a body that goes on is refused
+MAX_UNFINISHED_BYTES = 256 << 20  # in all, or one of the largest; then a body that goes on is refused
 MAX_LENGTH_DIGITS = 20  # of 2^64, the most that any HTTP parser counts to
 
 Scope = MutableMapping[str, Any]
@@ -82,7 +82,7 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
             Unfinished.num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise BodyTooLarge(f"The request body exceeds {max_bytes} bytes.")
-            if has_more and Unfinished.num_bytes > MAX_UNFINISHED_BYTES:
+            if has_more and Unfinished.num_bytes > max(MAX_UNFINISHED_BYTES, max_bytes):
                 raise Overloaded("Too many large request bodies are under way.")
             parts.append(part)
     finally:

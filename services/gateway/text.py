@@ -66,7 +66,7 @@ class ModelText:
         self._words = words_of(self.tokenizer) if self._borders is not None else None
         self._frames = _frames(self.tokenizer)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="long")
+        self._long = ThreadPoolExecutor(threads, thread_name_prefix="long")
         self._check_borders()
 
     # -- chats ----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class ModelText:
         return await self.beside(len(token_ids), self._names, token_ids)
 
     def beside(self, size: int, work: Callable[..., Result], *args: Any) -> "asyncio.Future[Result]":
-        """Work on a thread. What is LONG has its own, one at a time: no usual prompt waits for it."""
+        """Work on a thread. What is LONG has its own, as many: no usual prompt waits for it."""
         threads = self._long if size > LONG else self._threads
         return asyncio.get_running_loop().run_in_executor(threads, work, *args)
 

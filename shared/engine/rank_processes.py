@@ -99,9 +99,13 @@ def _hear(number: int, handler: Any) -> None:
 
 def end_cores(cores: list[Any], timeout: float | None = None) -> None:
     """vLLM's end of engine cores."""
-    for core in cores:
-        core.terminate = lambda core=core: core._popen._send_signal(END)
+    _terminated_by_end(cores)
     _stock_ending_cores(cores, timeout)
+
+
+def _terminated_by_end(processes: list[Any]) -> None:
+    for process in processes:
+        process.terminate = lambda process=process: process._popen._send_signal(END)
 
 
 def end_ranks(ranks: list[BaseProcess]) -> None:
@@ -114,6 +118,7 @@ def end_ranks(ranks: list[BaseProcess]) -> None:
     if any(rank.exitcode for rank in ranks):
         for rank in ranks:
             rank.kill()
+    _terminated_by_end(ranks)
     _stock_ending(ranks)
 
 

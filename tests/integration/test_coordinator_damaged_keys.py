@@ -103,6 +103,17 @@ async def test_where_redis_clock_went_back_a_standby_waits_for_one_lease(redis):
     await two.close(resign=False)
 
 
+async def test_a_leader_of_before_that_says_no_length_of_its_lease_keeps_it(redis):
+    one, two = await journals.journal(redis, "one"), await journals.journal(redis, "two")
+    term = (await one.claim(60_000, above_term=0)).term
+    await said(one._link, "HDEL", LEADER, "lease_us")
+    for _ in range(2):
+        assert not (await two.claim(60_000, above_term=0)).term
+    assert (await one.claim(60_000, above_term=0, known_term=term)).term == term
+    await one.close(resign=False)
+    await two.close(resign=False)
+
+
 async def test_a_coordinator_whose_claims_fail_says_so_in_words_and_logs_it_once(world, monkeypatch):
     claims = 0
 

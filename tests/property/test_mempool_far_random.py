@@ -91,8 +91,7 @@ class World(FarMarket):
     def take_back(self) -> None:
         if self.offers:
             offer = f"o{self.rng.randint(1, self.offers)}"
-            keep = len(self.reads) % 3
-            self.reclaim(keep, self.rng.choice([0, 100_000, 100_000, 100_000]), offer)
+            self.reclaim(0, self.rng.choice([0, 100_000, 100_000, 100_000]), offer)
 
     def end_copies(self) -> None:
         how = self.rng.choice([{}, {}, {"failed": True}])

@@ -54,7 +54,7 @@ class SwapSpace:
     def want_back(self, number: int = LENT) -> None:
         """What lies there shall leave."""
         self.is_lent &= number != LENT
-        self.swaps.let_go(number, 1 << 20, self.now_ms)
+        self.swaps.let_go(number, self.now_ms)
 
     def say(self, connection: int, message: SwapCall) -> None:
         """From an engine that is attached."""
@@ -66,7 +66,7 @@ class SwapSpace:
         """After every event; the pool's actions are due then."""
         self.swaps.advance(self.now_ms)
         if self.swaps.far.num_placed and not self.is_lent:  # said at every event until all have left
-            self.swaps.let_go(LENT, 1 << 20, self.now_ms)
+            self.swaps.let_go(LENT, self.now_ms)
         self.copies += [each for each in self.swaps.take_actions() if isinstance(each, CopyPages)]
         self._dram.flush()
         if self._lent.memory is not None:

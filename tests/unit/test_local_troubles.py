@@ -2,9 +2,12 @@
 
 import pytest
 
+from deploy.local import cmd_status
 from deploy.local.service_order import Spec
+from deploy.local.services_table import build
 from deploy.local.supervision import Health, Supervision
 from deploy.local.troubles import troubles
+from tests.unit.test_local_table import a_plan
 
 
 def service(name, state="ready", health="ok"):
@@ -54,8 +57,15 @@ def test_what_is_not_ready_or_does_not_answer_is_said_elsewhere():
 
 def test_a_service_that_does_not_answer_is_said_before_its_probe_fails():
     hung = {"name": "mempool", "state": "ready", "health": "ok"}
-    ends = hung | {"name": "gateway-0", "state": "stopping"}
-    assert troubles([hung, ends], None, {}, ["mempool", "gateway-0"]) == ["mempool does not answer"]
+    ends = hung | {"name": "gateway", "state": "stopping"}
+    assert troubles([hung, ends], None, {}, ["mempool", "gateway"]) == ["mempool does not answer"]
+
+
+def test_a_status_says_which_of_the_tables_services_it_asked_in_vain(monkeypatch):
+    monkeypatch.setattr(cmd_status, "get_json", lambda _: None)
+    known = {"state": "ready", "health": "ok", "probe": "http://127.0.0.1:1/ready"}
+    found = {"joined": "", "mempool": None, "services": [{"name": s.name, **known} for s in build(a_plan())]}
+    assert {line.split()[0] for line in cmd_status._troubles(found)} == {"scheduler", "mempool", "gateway"}
 
 
 def test_a_coordinator_that_does_not_lead_says_why():

@@ -102,6 +102,14 @@ def test_an_instance_that_has_gone_from_a_peer_costs_nobody_what_is_of_the_other
     assert core.api.api.holders[caller].remote == {D: {b"d"}}
 
 
+def test_the_source_has_no_good_word_for_a_transfer_to_an_instance_that_has_gone(peers):
+    peers.here(D)
+    peers.core.call(order(4, 5))
+    assert peers.core.names(4, 1, [5])
+    peers.here()  # the caller hears of it, and may write into its page
+    assert not peers.core.names(4, 1, [5])
+
+
 def test_an_instance_that_comes_here_costs_callers_nothing_that_they_have_at_its_old_host(peers):
     peers.here(D, Q)
     caller = peers.api.holders[peers.rig.connect(P)]

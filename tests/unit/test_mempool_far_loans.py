@@ -1,11 +1,14 @@
 """Loans whose pages an engine reads in place: that is use, and nothing that ends by itself takes it by surprise."""
 
-from services.mempool.core.loans import EXCUSED_MS, GRACE_MS, LATE_MS
-from shared.ids import LeaseId
+from services.mempool.core.loans import EXCUSED_MS, GRACE_MS, LATE_MS, Grant, Loans, Shelf
+from services.mempool.core.page_state import PageEvent
+from services.mempool.core.page_table import PageTable
+from shared.ids import Epoch, InstanceId, LeaseId
 from shared.lending.budget import SLOWEST_BYTES_PER_S
 from shared.lending.rules import LendingRules
 from shared.wire import mempool as wire
 from shared.wire import mempool_lending as calls
+from shared.wire.lending import Token
 from tests.unit.mempool_harness import PAGE_BYTES, chain
 from tests.unit.test_mempool_desk import RULES, RULES_OF, STEP_MS, Rig
 from tests.unit.test_mempool_far import FarMarket
@@ -173,6 +176,23 @@ def test_nobody_is_killed_for_a_deadline_that_the_pages_of_cached_blocks_can_mee
     rig.copied()
     rig.advance(100)
     assert (rig.leased(), rig.killed) == (2, set())
+
+
+def test_an_order_that_is_said_again_wants_no_more_pages_by_its_time():
+    """As every answer to a mempool's report does."""
+    boot = Epoch(1)
+    loans, table = Loans(boot), PageTable(20, boot)
+    loans.set_aside(loans.know("o", 0, 20, table), table.take_many(20, PageEvent.LEND))
+    loans.shelves[0, 1] = Shelf(9, 0, 1, PageTable(20, boot))
+    for number in (1, 2):
+        token = Token(term=1, number=number)
+        loans.take(Grant(LeaseId(f"l{number}"), "o", InstanceId("c"), 1, 10, token, boot, 100_000), 0)
+    loans.moved_in_ms = lambda _: 3_000
+    loans.reclaim("o", 10, 1_000, 0)
+    loans.release(LeaseId("l1"), 1)
+    for now_ms in (2, 3):
+        loans.reclaim("o", 10, 1_000, now_ms)
+        assert [loan.steps for loan in loans.loans.values()] == [[(0, 3_001)], [(0, 1_000)]]
 
 
 def test_a_reclaims_deadline_is_for_the_pages_that_it_asked_for_and_others_have_their_own():

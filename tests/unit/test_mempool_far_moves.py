@@ -1,10 +1,9 @@
 """Far blocks that fell back to host memory: they go back to lent pages, in time, and no reclaim loses any."""
 
 from services.mempool.core.far_pace import BASE_PAUSE_MS, EVERY_MS, LONG_STAY, MAX_PAUSE_MS, Pace
-from shared.wire.mempool_far import NO_PLACE, FarMapped, FarOut
+from shared.wire.mempool_far import NO_PLACE, FarMapped
 from tests.unit.test_mempool_far import RANK, FarMarket
-from tests.unit.test_mempool_far_loans import be_in_debt
-from tests.unit.test_mempool_lending import ABCD, WXYZ
+from tests.unit.test_mempool_lending import ABCD
 from tests.unit.test_mempool_spaces import PREFILL
 
 
@@ -134,29 +133,3 @@ def test_a_long_stay_ends_the_doubling_of_the_pause():
     pace.taken(LONG_STAY * MAX_PAUSE_MS)
     assert pace.pause_ms == BASE_PAUSE_MS
     assert pace.calm_at_ms == LONG_STAY * MAX_PAUSE_MS + BASE_PAUSE_MS
-
-
-def test_a_reclaim_of_some_pages_moves_no_more_blocks_than_that_and_the_last_of_their_prompt():
-    for dram_pages in (8, 4):  # with 4, host memory is full
-        rig = FarMarket(places=16, dram_pages=dram_pages)
-        rig.lend(4)
-        places = rig.out(1, ABCD, "abcd")
-        rig.out(2, WXYZ, "wxyz")
-        be_in_debt(rig)
-        for keep in (3, 1):
-            rig.reclaim(keep, 60_000)
-            for _ in range(3):
-                rig.copied()
-                rig.drop(*dict(rig.moved()))
-            assert {place for place, _ in rig.moved()} == set(places[keep:])
-            assert rig.leased() == keep
-
-
-def test_of_a_block_that_two_requests_read_both_places_move():
-    rig = FarMarket(places=16)
-    rig.lend(2)
-    places = rig.out(1, ABCD[:2], "ab")
-    rig.say(PREFILL, FarOut(number=2, hashes=b"".join(ABCD[:2])))
-    rig.reclaim(1, 60_000)
-    rig.copied()
-    assert {place for place, _ in rig.moved()} == {places[1], rig.placed(2)[1]}

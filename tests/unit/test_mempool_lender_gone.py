@@ -140,15 +140,17 @@ def test_the_pages_of_a_lender_that_says_that_it_touches_none_are_free_at_a_succ
 
 
 def test_an_engine_that_is_back_in_its_space_is_not_ended_for_another_where_its_pages_wait():
-    after, name, other = successor("CPU_ATTN"), InstanceId("p"), Epoch(BOOT + 3)
-    after.core.adopt(
-        3, DESCRIPTION, Plan(8, PAGE_BYTES, 1), [pack_word(BOOT, PageState.WRITING)] * 8, b"", processes=[7],
-        engines=[7], instances=[name], label="b", memory_id=other,
-    )  # fmt: skip
-    after.dead(9)
-    attach = wire.Attach(
-        kind="engine", instance=name, description=DESCRIPTION, device="cpu:b", memory_id=other
-    )
-    after.run(after.core.on_attach(1, 7, attach, 5))
+    after, name, words = Spaces(num_pages=8), InstanceId("p"), [pack_word(BOOT, PageState.WRITING)] * 8
+    for number, label, memory in ((0, "", BOOT), (3, "b", Epoch(BOOT + 3))):
+        after.core.adopt(
+            number, DESCRIPTION, Plan(8, PAGE_BYTES, 1), words, b"", memory_id=memory, processes=[7, 8], engines=[7],
+            instances=[name, name], label=label,
+        )  # fmt: skip
+    for process, kind in ((7, "engine"), (8, "rank")):
+        assert process in after.core.awaited()
+        attach = wire.Attach(
+            kind=kind, instance=name, description=DESCRIPTION, device="cpu:b", memory_id=Epoch(BOOT + 3)
+        )
+        after.run(after.core.on_attach(process, process, attach, 5))
     assert not after.core.awaited()
-    assert after.core.pools[0].awaited() == {7}
+    assert after.core.pools[0].awaited() == {7, 8}

@@ -104,6 +104,7 @@ class ApiPeers:
                 self._out.append(AskPeer(address, peer_wire.PeerCall(call=action.message)))
             else:
                 self._api.out.append(action)
+        self.expire(self._api.moves.forwarded)  # their callers hear that they failed, and may write
         for instance in sorted(name for name in found if name not in known or name not in self._api.peers):
             try:
                 self._api.add_peer(instance, number)

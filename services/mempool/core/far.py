@@ -19,7 +19,6 @@ from itertools import count
 from services.mempool.core import parse
 from services.mempool.core.actions import Action, CopyPages, MapFarPages, PoolLimits, Send
 from services.mempool.core.engines import Engine
-from services.mempool.core.entry import Entry
 from services.mempool.core.far_moves import FarMoves
 from services.mempool.core.far_state import Asked, FarCopy, Job, Place, PlaceState, User, Where, can_map
 from services.mempool.core.loan_pool import LoanPool
@@ -53,7 +52,6 @@ class Far(FarMoves):
         self.num_leaving: Callable[[int], int] = lambda _: 0
         self._users: list[User] = []
         self._jobs: list[Job] = []
-        self._sent: dict[int, dict[Entry, None]] = {}
         self._copies: dict[int, FarCopy] = {}
         self._asked: dict[int, Asked] = {}
         self._asked_numbers = count(1)

@@ -1,6 +1,6 @@
 """Blocks at far places that go elsewhere while they are read: the part of Far that decides which. No I/O.
 
-lent pages are wanted back: as many blocks as that, to host memory, as many at once as there are places for
+lent pages are wanted back: all that are mapped there, to host memory, as many at once as there are places for
 pages are lent again: what is in host memory back to them, a few at once (far_pace.py)
 
 Cached blocks that lie in lent pages make way then, to host memory: a block that is read goes over the link at every
@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from services.mempool.core.actions import Action, KillProcess
-from services.mempool.core.entry import Entry
 from services.mempool.core.far_pace import num_back
 from services.mempool.core.far_state import FarCopy, FarNeed, Job, Place, PlaceState, User, can_map
 from services.mempool.core.loan_pool import LoanPool
 from services.mempool.core.pool import Pool
-
-GOING = (PlaceState.LEAVING, PlaceState.UNMAPPING)
 
 
 class FarMoves(ABC):
@@ -30,10 +27,8 @@ class FarMoves(ABC):
     _behind: Callable[[int], Sequence[int]]
     _users: list[User]
     _jobs: list[Job]
-    _sent: dict[int, dict[Entry, None]]  # by space, that were asked to leave it
     _copies: dict[int, FarCopy]
     _out: list[Action]
-    _touched: Callable[[Pool], None]
     drain: Callable[[int, int, int], None]
     num_leaving: Callable[[int], int]
 
@@ -43,48 +38,22 @@ class FarMoves(ABC):
     @abstractmethod
     def _alive(self, user: User) -> set[int]: ...
 
-    def let_go(self, number: int, wanted: int, now_ms: int) -> None:
-        """So many lent pages of this space are wanted back: what is read there goes elsewhere.
+    def let_go(self, number: int, now_ms: int) -> None:
+        """Lent pages of this space are wanted back: what is read there goes elsewhere.
 
         Said again until they are back: as many move as there are places for, the others when those are free again.
         """
-        going = self._last_read(number, wanted - self._forget_sent(number, wanted))
-        for user in [user for user in self._users if going and not user.is_gone]:
-            mine = [
-                x for x in user.places.items() if x[1].state is PlaceState.MAPPED and x[1].where[1] in going
-            ]
-            if mine:
-                mine.sort(key=lambda x: _depth(x[1].where[1]))
+        for user in self._users:
+            mine = [(n, one) for n, one in user.places.items() if one.where[0].number == number]
+            mapped = [(n, one) for n, one in mine if one.state is PlaceState.MAPPED]
+            if mapped and not user.is_gone:
                 user.pace.taken(now_ms)
                 user.awaits_lent = False  # in the pause, cached blocks may lie in what is lent
                 # with no place free, and none to come, they are lost
                 waits = user.free or any(p.state is not PlaceState.MAPPED for p in user.places.values())
-                self._move(user, mine[max(0, len(mine) - len(user.free)) :] if waits else mine)
-                self._sent[number] |= {x.where[1]: None for _, x in mine if x.state is PlaceState.LEAVING}
+                self._move(user, mapped[: len(user.free)] if waits else mapped)
         if self._jobs:
             self.advance()
-
-    def _forget_sent(self, number: int, wanted: int) -> int:
-        """Of what was asked to leave and is read there no more, up to so many: others would be asked meanwhile."""
-        sent = self._sent.get(number, {})
-        self._sent[number] = {entry: None for entry in sent if entry.pins}
-        if gone := [entry.block_hash for entry in sent if not entry.pins and entry.branch is not None][
-            :wanted
-        ]:
-            self._pools[number].delete(gone)
-            self._touched(self._pools[number])
-        return len(gone)
-
-    def _last_read(self, number: int, wanted: int) -> set[Entry]:
-        """Blocks that are read there, as many as are wanted beside those that go already. The last of their prompts: an
-        index keeps what others follow."""
-        here = [
-            (user, x) for user in self._users for x in user.places.values() if x.where[0].number == number
-        ]
-        stay = {x.where[1] for user, x in here if user.is_gone or x.state not in GOING}
-        read = {x.where[1]: 0 for user, x in here if x.state is PlaceState.MAPPED and not user.is_gone}
-        wanted -= len({x.where[1] for _, x in here} - stay)
-        return set(sorted(read, key=_depth)[-wanted:]) if wanted > 0 else set()
 
     def end_readers(self, number: int) -> None:
         """Lent pages of this space are overdue: whoever reads there still is killed."""
@@ -187,10 +156,3 @@ class FarMoves(ABC):
         """When bring_back() has something to look at."""
         due = [u.pace.calm_at_ms for u in self._users if not (self._jobs or u.is_gone) and self._lent(u)]
         return min(due, default=None)
-
-
-def _depth(entry: Entry) -> int:
-    branch, count = entry.branch, entry.position - (entry.branch.start if entry.branch else 0)
-    while branch and (branch := branch.above):
-        count += len(branch.entries)
-    return count

@@ -9,6 +9,7 @@ from services.mempool.core.actions import Action, PoolLimits
 from services.mempool.core.api_spaces import ApiSpaces
 from services.mempool.core.desk import Desk
 from services.mempool.core.dram import Dram
+from services.mempool.core.engines import CALLER
 from services.mempool.core.entry import Entry
 from services.mempool.core.lending import Lending
 from services.mempool.core.lending_report import obey
@@ -60,11 +61,12 @@ class FromOutside(ABC):
 
     def awaited(self) -> set[int]:
         """Processes of an earlier mempool that must say what they hold, and have not. An engine that is back in
-        another space need not: its pages wait for its death."""
+        another space need not, nor its ranks: its pages wait for its death."""
         found = set[int]()
         for pool in self.pools.values():
-            others = [p.memory for p in self.pools.values() if p.memory is not None and p is not pool]
-            found |= pool.owing() - {e.process for m in others for e in m.engines.attached.values()}
+            others = [p.memory.engines for p in self.pools.values() if p.memory is not None and p is not pool]
+            ranks = {r.process for e in others for r in e.ranks.values() if r.instance != CALLER}
+            found |= pool.owing() - ranks - {one.process for e in others for one in e.attached.values()}
         return found
 
     # -- copies -------------------------------------------------------------------------------------

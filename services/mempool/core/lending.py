@@ -71,8 +71,8 @@ class Lending:
         self.known_grants: dict[str, market.Grant] = {}
         self.max_ttl_ms = MAX_TTL_MS
         self.on_change: Callable[[], None] | None = None  # called when a report would say something new
-        # called with a space that pages are to leave, how many, whether some are overdue, and the time
-        self.on_wanted_back: Callable[[int, int, bool, int], None] = lambda *_: None
+        # called with a space that pages are to leave, whether some are overdue, and the time
+        self.on_wanted_back: Callable[[int, bool, int], None] = lambda *_: None
         self.on_overdue: Callable[[int], None] = lambda _: None  # then, if nothing else has brought them
         self.num_read: Callable[[int], int] = lambda _: 0  # pages of a space that engines read in place
         self.rules = DEFAULT_RULES
@@ -287,8 +287,8 @@ class Lending:
 
     def _bring_back(self, pool: Pool, shelf: Shelf, now_ms: int) -> None:
         overdue = self._take_back(pool, shelf)
-        if wanted := self.loans.wanted_back(shelf):
-            self.on_wanted_back(shelf.number, wanted, overdue > 0, now_ms)
+        if self.loans.wanted_back(shelf):
+            self.on_wanted_back(shelf.number, overdue > 0, now_ms)
             if self._take_back(pool, shelf):
                 self.on_overdue(shelf.number)
         if (left := self.loans.wanted_back(shelf)) and self.copies.is_open(shelf.producer, now_ms):

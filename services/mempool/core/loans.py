@@ -195,11 +195,12 @@ class Loans:
         if offer is None:
             raise LoanRefused("offer.unknown", f"no offer {offer_id}")
         offer.limit = min(offer.limit, max(0, keep))
-        left = offer.limit
-        over = max(0, keep - left)  # an earlier order wants these, by its own time
+        left, shares = offer.limit, []
         for loan in sorted((x for x in self.loans.values() if x.offer is offer), key=lambda x: x.token):
-            share = min(loan.keep, left)
-            left -= share
+            shares.append((loan, min(loan.keep, left)))
+            left -= shares[-1][1]
+        over = max(0, keep - offer.limit + left)  # other orders want these, by their own times
+        for loan, share in shares:
             part = min(over, loan.num_pages - share)
             over -= part
             if share + part < loan.num_pages:

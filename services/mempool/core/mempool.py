@@ -118,8 +118,8 @@ class Mempool(FromOutside):
         """Their actions are due with the next ones that are returned."""
         self._touched.update((pool.number, pool) for pool in pools if pool.number in self.pools)
 
-    def _leave_loan(self, number: int, wanted: int, is_overdue: bool, now_ms: int) -> None:
-        self.swaps.let_go(number, wanted, now_ms)
+    def _leave_loan(self, number: int, is_overdue: bool, now_ms: int) -> None:
+        self.swaps.let_go(number, now_ms)
         if is_overdue:
             self._touch(*self.pulls.let_go(number, now_ms))
 

@@ -226,9 +226,9 @@ class Swaps:
             self._jobs.remove(job)
             self._answer(job)
 
-    def let_go(self, number: int, wanted: int, now_ms: int) -> None:
-        """So many lent pages of this space are wanted back: its blocks leave for host memory without a pin."""
-        self.far.let_go(number, wanted, now_ms)
+    def let_go(self, number: int, now_ms: int) -> None:
+        """Lent pages of this space are wanted back: its blocks leave for host memory without a pin."""
+        self.far.let_go(number, now_ms)
         for swap in [swap for swap in self._swaps.values() if number in swap.loans]:
             swap.loans.discard(number)
             for block_hash, (place, entry) in list(swap.kept.items()):

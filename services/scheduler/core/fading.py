@@ -20,9 +20,12 @@ class Fading:
     at_ms: int = 0
 
     def now(self, said: float, num_measured: int, now_ms: int) -> float:
-        """What to multiply by. A worker that measures nothing new repeats what it said, and of how much it is."""
-        if said != self.said or num_measured != self.num_measured:
-            self.said, self.num_measured, self.at_ms = said, num_measured, now_ms
+        """What to multiply by. A worker that measures nothing new says the same count, though perhaps a smaller value,
+        as its old measurements count for less; of one that says no count another value is measured.
+        """
+        if num_measured != self.num_measured or (not num_measured and said != self.said):
+            self.at_ms = now_ms
+        self.said, self.num_measured = said, num_measured
         faded = 0.5 ** ((now_ms - self.at_ms) / CORRECTION_HALF_LIFE_MS)
         return 1.0 + (_correction(said) - 1.0) * faded
 
