@@ -62,6 +62,8 @@ class BothCoresModel(MarketModel):
         for mempool in self.world.mempools.values():
             mempool.end_copies()
         self.lead_calmly("a")
+        # also those of a leader that could not write them down: mempools may have heard of them
+        self.offers = [*dict.fromkeys([*self.offers, *self.world.coordinators["a"].book.offers])]
         for pick in range(len(self.offers)):
             self.reclaim("a", pick, 0, 0)
         for _ in range(4):
