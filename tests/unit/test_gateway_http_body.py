@@ -58,14 +58,20 @@ def test_another_type_or_encoding_is_refused(name, value):
         check_headers({"headers": [(name, value)]}, 100)
 
 
-@pytest.mark.parametrize("end", [ClientGone, Overloaded])
-async def test_bodies_that_are_not_whole_are_bounded_together_and_count_no_longer(monkeypatch, end):
-    monkeypatch.setattr(http_body, "MAX_UNFINISHED_BYTES", 8 if end is Overloaded else 10)
+@pytest.mark.parametrize(
+    ("bound", "largest", "end"), [(100, 20, Overloaded), (20, 100, Overloaded), (101, 20, ClientGone)]
+)
+async def test_bodies_that_are_not_whole_are_bounded_together_and_count_no_longer(
+    monkeypatch, bound, largest, end
+):
+    """Beside others of 91 bytes; the bound has room for one of the largest."""
+    monkeypatch.setattr(http_body, "MAX_UNFINISHED_BYTES", bound)
+    monkeypatch.setattr(http_body.Unfinished, "num_bytes", 91)
     parts = iter([{"type": "http.request", "body": b"12345", "more_body": True}] * 2)
 
     async def receive():
         return next(parts, {"type": "http.disconnect"})
 
     with pytest.raises(end):
-        await http_body.read_json_body({"headers": []}, receive, 99)
-    assert http_body.Unfinished.num_bytes == 0
+        await http_body.read_json_body({"headers": []}, receive, largest)
+    assert http_body.Unfinished.num_bytes == 91
