@@ -17,9 +17,8 @@ class Spec:
     start_timeout_ms: int = 60_000
     stop_grace_ms: int = 2_000
     drain_ms: int = 0  # before that grace, for what it says is under way
-    silent_ms: int | None = (
-        None  # ready and without an answer for this long it is killed; None: as the rules say
-    )
+    # ready and without an answer for this long it is killed; None: as the rules say
+    silent_ms: int | None = None
 
     @property
     def holds(self) -> tuple[str, ...]:

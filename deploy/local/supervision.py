@@ -49,9 +49,8 @@ class Rules:
     stable_ms: int = 10_000  # ready for this long forgives earlier failures
     max_start_failures: int = 3  # of one service, before the whole cluster was ready once
     crash_loop_failures: int = 5  # consecutive ones, after that
-    silent_ms: int = (
-        30_000  # a ready service that answers no probe for this long is killed; a spec may say less
-    )
+    # a ready service that answers no probe for this long is killed; a spec may say less
+    silent_ms: int = 30_000
     busy_silent_ms: int = 10_000  # so is one that was told to end, and had something under way
 
 

@@ -246,7 +246,7 @@ class Cluster:
         """`unread`: it is there, and said what is no message: of one of these, which would wait, or have a gap."""
         now_ms, reached = _now_ms(), self._link(endpoint).reached
         for call in calls:
-            for name in [each.instance for each in call.targets if each.endpoint == endpoint][:1]:
+            if name := next((each.instance for each in call.targets if each.endpoint == endpoint), None):
                 lost = call.flow.on_instance_down(name, now_ms=now_ms, unread=unread, reached=reached)
                 self._run(call, lost)
 
