@@ -128,14 +128,19 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             self._unreserve(request_id)
         is_stuck = not ready and not self.running and self._is_stuck(None)
         if is_stuck and not self._out_of_turn(ready):  # each waits for another's pages
-            accounts = self.slices.accounts.requests
-            parked = [r for r in self._parked.values() if not self._in_flight(r)]
             self._drop(
-                max(parked, key=lambda r: (self._frees(r), self.slices.order_key(accounts[r.request_id])))
+                max((r for r in self._parked.values() if not self._in_flight(r)), key=self._drop_order)
             )
             self.fair_counts["dropped_stuck"] += 1
             self._idle_since_s = now_s
         return ready
+
+    def _drop_order(self, request: Request) -> tuple:
+        """The last in it is computed again where nobody else can go on: of those whose pages free most, the furthest
+        from its turn. The last block of who is away is a page, too: enough of them keep everybody from coming back.
+        """
+        account = self.slices.accounts.requests[request.request_id]
+        return min(self._held(request.request_id), 2), self.slices.order_key(account)
 
     def _is_asked(self, request_id: str) -> bool:
         return self.swapper.absences.state(request_id) in (None, SwapState.COMING)

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 
+from tests.support import page_shrinks
 from tests.support.page_engine import MAX_RUNNING, STEP_TOKENS, SimEngine
 from tests.support.page_world import World, hashes_of
 from tests.unit.mempool_harness import BLOCK_TOKENS
@@ -30,6 +31,7 @@ def run_all() -> None:
     run_one_too_many(depth=3, v2_runner=False)
     run_one_too_long()
     run_a_crowd_in_little_memory()
+    page_shrinks.run_all()
     run_weights()
 
 
