@@ -10,10 +10,9 @@ waited for. Systems: `fcfs` (vLLM's order), `cfs_dram` and `cfs_peer`: one engin
 requests leave for page-locked host memory or for pages that GPU 1 lends; nothing else differs. The same requests at
 the same times. `stable`: the stable rate alone, fcfs against cfs_peer.
 
-On two GPUs the engine in order of arrival has GPU 1, and its runs go beside runs that do not touch a peer's memory. A
-lender is idle, but for that engine's few requests during `stable`. --resume FILE keeps finished points: call it again
-to go on; --budget-s begins nothing that would end later. The stable rate: --profile FILE[:CASE], or --rate and
---peak-bytes.
+On two GPUs all engines are up at once, the one in order of arrival on GPU 1, for `stable` another one on GPU 0; they
+run one after the other, so the lender is idle. --resume FILE keeps finished points: call it again to go on; --budget-s
+begins nothing that would end later. The stable rate: --profile FILE[:CASE], or --rate and --peak-bytes.
 """
 
 import argparse
@@ -174,16 +173,14 @@ class Measuring:
         }  # fmt: skip
         self._engines: dict[str, Engine] = {}
 
-    def steps(self) -> list[list[Point]]:
-        """Points that have no sample yet."""
+    def points(self) -> list[Point]:
+        """Those that have no sample yet."""
         options = self._options
-        wanted = burst_plan.steps(self._stable.workload, options.seeds, options.systems)
-        left = [[one for one in step if not self._has(one)] for step in wanted]
-        left = [step for step in left if step]
+        wanted = burst_plan.points(self._stable.workload, options.seeds, options.systems)
+        left = [one for one in wanted if not self._has(one)]
         if options.together:
             return left
-        alone = [[one] for step in left for one in step]  # an engine at a time
-        return sorted(alone, key=lambda step: step[0].engine != FCFS)
+        return sorted(left, key=lambda one: one.engine != FCFS)  # an engine at a time
 
     def _has(self, point: Point) -> dict[str, Any] | None:
         return self._progress.has(
@@ -192,19 +189,14 @@ class Measuring:
 
     def run(self) -> bool:
         """Everything that fits into the time. False: points are left."""
-        left = self.steps()
-        if not left:
-            return True
+        left = self.points()
         with ExitStack() as stack:
-            for step in left:
-                if time.monotonic() + max(map(self._expected_s, step)) > self._end_s:
+            for point in left:
+                if time.monotonic() + self._expected_s(point) > self._end_s:
                     print("  the time is up", flush=True)
                     return False
-                self._start({point.engine for todo in left for point in todo}, step, stack)
-                with ThreadPoolExecutor(len(step)) as lanes:
-                    rows = list(lanes.map(self._measure, step))
-                for row in rows:
-                    self._progress.add(row)
+                self._start({one.engine for one in left}, point, stack)
+                self._progress.add(self._measure(point))
         return True
 
     def _expected_s(self, point: Point) -> float:
@@ -215,9 +207,9 @@ class Measuring:
         guess_s = burst_plan.expected_s(point, self._stable.rate_per_s, **self._sizes)
         return max(took) + 6.0 if took else guess_s
 
-    def _start(self, all_names: set[str], step: Sequence[Point], stack: ExitStack) -> None:
-        """Engines of this step; all that will be needed at once, where they may be up together."""
-        names = all_names if self._options.together else {point.engine for point in step}
+    def _start(self, all_names: set[str], point: Point, stack: ExitStack) -> None:
+        """This point's engine; all that will be needed at once, where they may be up together."""
+        names = all_names if self._options.together else {point.engine}
         if names <= set(self._engines):
             return
         if not self._options.together:

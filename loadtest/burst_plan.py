@@ -1,7 +1,7 @@
 """What bench_burst.py compares: systems, the loads of each, and in which order the points are measured.
 
-A point is a run of its own: a system, a seed, a load. Points of one step need different engines and different GPUs, so
-that they may run side by side; no step has a system that borrows memory beside one that uses the lender's GPU hard.
+A point is a run of its own: a system, a seed, a load. Nothing runs beside it: with another engine at work on the other
+GPU a run takes some percent less or more, and 2% tell the systems apart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,13 +79,11 @@ class Stable:
         return round(self.peak_kv_bytes * HEADROOM)
 
 
-def steps(workload: str, seeds: Sequence[int], systems: Sequence[str]) -> Iterator[list[Point]]:
+def points(workload: str, seeds: Sequence[int], systems: Sequence[str]) -> Iterator[Point]:
     """The most telling first: a seed's burst in all systems, then its stable rate, then the next seed."""
     for seed in seeds:
-        for load, together in ((BURST, (FCFS, DRAM)), (BURST, (PEER,)), (STABLE, (PEER,)), (STABLE, (FCFS,))):
-            some = [Point(workload, load, name, seed) for name in together if name in systems]
-            if some:
-                yield some
+        for load, names in ((BURST, (FCFS, DRAM, PEER)), (STABLE, (PEER, FCFS))):
+            yield from (Point(workload, load, name, seed) for name in names if name in systems)
 
 
 def lengths(workload: str, scale: float, context_tokens: int) -> Lengths:

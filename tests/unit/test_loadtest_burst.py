@@ -1,4 +1,4 @@
-"""bench_burst: metrics follow from the samples, systems get the same requests, steps never disturb a lender."""
+"""bench_burst: metrics follow from the samples, systems get the same requests, one point after the other."""
 
 import json
 
@@ -74,14 +74,11 @@ def test_a_burst_doubles_the_rate_behind_25_prompts():
     assert 3.0 < 24_000 / (found[24].arrival_ms - found[0].arrival_ms) < 6.0
 
 
-def test_no_step_has_a_borrower_beside_a_burst_on_the_lenders_gpu_and_every_point_is_there_once():
-    every = list(burst_plan.steps("sharegpt", [1, 2, 3], SYSTEMS))
-    for step in every:
-        assert len({point.engine for point in step}) == len(step)
-        if PEER in {point.system for point in step}:
-            assert len(step) == 1
-    points = [point for step in every for point in step]
-    assert len(set(points)) == len(points) == 3 * 5
+def test_every_point_is_there_once_and_a_seeds_bursts_come_first():
+    every = list(burst_plan.points("sharegpt", [1, 2, 3], SYSTEMS))
+    assert len(set(every)) == len(every) == 3 * 5
+    assert [(one.load, one.system) for one in every[:3]] == [(BURST, name) for name in SYSTEMS]
+    assert [one.seed for one in every] == sorted(one.seed for one in every)
 
 
 def test_arxivs_lengths_fit_the_context_and_have_the_papers_median():
@@ -104,8 +101,7 @@ def test_what_is_finished_is_not_measured_again(tmp_path):
     first = row(FCFS, [1.0])
     file.write_text(json.dumps(first) + "\n")
     stable = Stable("sharegpt", 4.0, 1_000, "test")
-    left = bench_burst.Measuring(options, stable, Progress(file), tmp_path, 0.0).steps()
-    points = [point for step in left for point in step]
+    points = bench_burst.Measuring(options, stable, Progress(file), tmp_path, 0.0).points()
     assert len(points) == 4
     assert Point("sharegpt", BURST, FCFS, 1) not in points
     assert [point.engine for point in points] == ["cfs", "cfs", "cfs", "fcfs_beside"]  # one start of each
