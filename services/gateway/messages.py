@@ -7,13 +7,13 @@ from shared.wire.requests import Generate
 
 
 def place_message(call: Call, action: SendPlace, model: str) -> Place:
-    """Where may this attempt run?"""
+    """Where may this attempt run? What is made already is part of the prompt; 0 tokens would mean: not known."""
     return Place(
         request_id=call.request_id,
         attempt=action.attempt,
         num_prompt_tokens=call.num_prompt_tokens + len(call.output_ids),
-        max_tokens=call.sampling.max_tokens,
-        num_choices=call.sampling.n,
+        max_tokens=max(1, call.sampling.max_tokens - len(call.output_ids)),
+        num_choices=call.sampling.n if call.sampling.max_tokens else 1,
         model=model,
         hits=call.found.hits,
         seen_tokens=call.found.seen_tokens,

@@ -98,7 +98,7 @@ def test_what_may_begin_a_closing_tag_behind_broken_arguments_is_theirs_when_the
 def make_call(**sampling):
     return Call(
         RequestId("r"), SimpleNamespace(discard=lambda: None), prompt=pack_tokens(list(range(20))),
-        sampling=SamplingSpec(max_tokens=9, **sampling), found=NOTHING_FOUND, session="", tenant="",
+        sampling=SamplingSpec(**{"max_tokens": 9, **sampling}), found=NOTHING_FOUND, session="", tenant="",
         span=start_span("t"), limits=Limits(),
     )  # fmt: skip
 
@@ -116,6 +116,19 @@ def test_a_call_has_ended_when_each_choice_has_and_begins_anew_with_another_atte
     assert [call.choice_ended(0), call.choice_ended(0), call.choice_ended(1)] == [False, False, True]
     call.discard()
     assert [call.choice_ended(0), call.choice_ended(0), call.choice_ended(1)] == [False, False, True]
+
+
+def test_the_scheduler_hears_how_much_is_left_to_make_and_of_a_prompt_alone_one_token():
+    call = make_call(n=3)
+    assert place_message(call, SendPlace(1, []), "m").num_choices == 3
+    before = place_message(call, SendPlace(1, []), "m")
+    call.output_ids = [5] * 8
+    after = place_message(call, SendPlace(2, []), "m")
+    assert after.num_prompt_tokens == before.num_prompt_tokens + 8
+    assert after.max_tokens == before.max_tokens - 8 > 0
+    call = make_call(n=3, max_tokens=0)
+    alone = place_message(call, SendPlace(1, []), "m")
+    assert (alone.max_tokens, alone.num_choices) == (1, 1)
 
 
 def test_the_scheduler_hears_whether_the_client_has_some_of_the_answer():
