@@ -33,8 +33,8 @@ NAME = "simulated-burst"
 CLAIM = (
     "Simulated, a burst of twice the stable rate for a minute has its first tokens more than ten times sooner at P90 "
     "in fair slices on a peer's pages than in order of arrival, and computes nothing twice; without contention nothing "
-    "differs. The gain is within 10% of what two H200s had, fair slices complete up to a tenth late, with a P90 of TTFT "
-    "a quarter to a third too low; order of arrival is simulated a fifth to a quarter too fast. Slices "
+    "differs. The gain is within 10% of what two H200s had, fair slices complete up to a tenth late, with a P90 of "
+    "TTFT a quarter to a third too low; order of arrival is simulated a fifth to a quarter too fast. Slices "
     "that reckon with the rate at which pages were seen to move, as they do by default, do as well."
 )
 WORKLOAD, MEASURED = "sharegpt", "h200x2-burst"
