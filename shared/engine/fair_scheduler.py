@@ -245,9 +245,12 @@ class FairSchedulerMixin(SwapSchedulerMixin):
         return request.last_sched_seq > self.processed_step_seq
 
     def _park(self, request: Request) -> None:
-        """As vLLM's _preempt_request(), without freeing blocks and forgetting what is computed."""
+        """As vLLM's _preempt_request(), without freeing blocks and forgetting what is computed. Whose blocks are coming
+        keeps the slot: slices go by while nobody runs, and slots would change hands for ever.
+        """
         if request.request_id in self._reserved:
-            self._unreserve(request.request_id)
+            if not self._comes(request):
+                self._unreserve(request.request_id)
             return
         note_preempted(request)
         self.running.remove(request)

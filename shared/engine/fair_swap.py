@@ -98,7 +98,7 @@ class Swapper:
 
     def _movable(self, request: Request, lease: Lease | None) -> tuple[list[int], list[int]]:
         """Positions of whole blocks whose pages nobody else here uses (leased ones: if they all may go), and of those
-        that others use too. At most MAX_HASHES of each.
+        that others use too. At most MAX_HASHES of the first, the last ones: the mempool frees prompts from their ends.
         """
         table = self._tables.get(request.request_id, [])
         whole = min(request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(table))
@@ -112,7 +112,7 @@ class Swapper:
                 continue
             own = kind == SEALED and block.ref_cnt == 1 and number not in counts
             (alone if own or number in leased else others).append(position)
-        return alone[:MAX_HASHES], others
+        return alone[-MAX_HASHES:], others
 
     def _leased_alone(self, table: list[KVCacheBlock], lease: Lease | None) -> set[int]:
         """Blocks that the request's own lease brought, where nobody else uses any of them."""
@@ -214,13 +214,30 @@ class Swapper:
             self._quota.swap_drop(swap.number)
         if swap.is_forgotten or swap.state is not SwapState.AWAY or not positions:
             return
-        if swap.alone and swap.alone.isdisjoint(positions):  # what nobody else has found no room
+        stay = self._before_what_stays(swap, positions)
+        self.absences.stays(swap, stay)
+        positions = positions[len(stay) :]
+        # what nobody else has found no room
+        if not positions or (swap.alone and swap.alone.isdisjoint(positions)):
             self._refuse(swap, at_s)
             self.absences.stays(swap, positions)
             self._quota.swap_drop(swap.number)
             return
         self._let_go(swap, positions)
         self._count("out", len(positions), swap, at_s)
+
+    def _before_what_stays(self, swap: Swap, positions: list[int]) -> list[int]:
+        """Of these in ascending order, those behind which a block of the prompt stays here: their pages would not be
+        free, as the mempool frees prompts from their ends, and the request would lack them for nothing.
+        """
+        kinds, leave = self._pages.kinds, set(positions)
+        stays = (
+            position
+            for position, block in enumerate(self._tables[swap.request_id])
+            if position not in leave and kinds[block.block_id] in (SEALED, LEASED)
+        )
+        last = max(stays, default=-1)
+        return [position for position in positions if position < last]
 
     def _refuse(self, swap: Swap, at_s: float) -> None:
         """Nothing of it is kept. Of one request that says little: its blocks may not be what the mempool knows. Two of

@@ -142,6 +142,13 @@ class SwapSchedulerMixin(PageSchedulerMixin):
         account = self.slices.accounts.requests[request.request_id]
         return min(self._held(request.request_id), 2), self.slices.order_key(account)
 
+    def _comes(self, request: Request) -> bool:
+        """Whether its blocks are on their way, or here with what it lacks: it runs before its turn may end."""
+        state = self.swapper.absences.state(request.request_id)
+        if state is None:
+            return self._lacks(request.request_id) <= self.pages.get_num_free_blocks()
+        return state is SwapState.COMING
+
     def _is_asked(self, request_id: str) -> bool:
         return self.swapper.absences.state(request_id) in (None, SwapState.COMING)
 
@@ -295,4 +302,7 @@ class SwapSchedulerMixin(PageSchedulerMixin):
             return False
         most = self._most_pages - self._most_pages // BEYOND_SHARE
         patience_s = STUCK_S if self._num_pages() >= most else STUCK_WITHOUT_ITS_PAGES_S
-        return not self._swaps or self.pages.clock() - self._idle_since_s > patience_s
+        if self._swaps and self.pages.clock() - self._idle_since_s <= patience_s:
+            return False
+        self._most_pages = self._num_pages()  # no more come: perhaps another engine shares the memory since
+        return True

@@ -39,6 +39,14 @@ class Job:
     arrived: dict[int, PageId] = field(default_factory=dict)  # in: by position
     came: Counter[str] = field(default_factory=Counter)
 
+    def take(self, count: int) -> list[tuple[int, Place]]:
+        """The next ones, in order; of what leaves the last ones: no block of the prompt is behind them, and their pages
+        come free.
+        """
+        if self.is_in:
+            return [self.waiting.popleft() for _ in range(count)]
+        return [self.waiting.pop() for _ in range(count)][::-1]
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

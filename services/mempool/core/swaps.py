@@ -261,7 +261,7 @@ class Swaps:
                 self.counters["swap_blocks_without_room"] += len(job.waiting)
                 self._give_up(job)
                 return
-            items = [job.waiting.popleft() for _ in pages]
+            items = job.take(len(pages))
             number = next(self._numbers)
             self._copies[number] = Copy(job, target, items, pages)
             job.num_in_flight += len(items)
