@@ -78,7 +78,9 @@ def load_weights(entries: list[str]) -> dict[str, float]:
 
 
 def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
-    """Keys of the settings (`key` or `key:tenant`) and of the file. Raises: SettingsError."""
+    """Keys of the settings (`key` or `key:tenant`) and of the file, which must hold one: who names it wants keys asked
+    for, and an empty file would let everybody in. Raises: SettingsError.
+    """
     pairs: list[tuple[str, str]] = []
     for entry in api_keys:
         key, _, tenant = entry.partition(":")
@@ -91,5 +93,10 @@ def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
             )
         pairs.append((key, tenant))
     if api_keys_file:
-        pairs += parse_keys_file(Path(api_keys_file).read_text(), api_keys_file)
+        found = parse_keys_file(Path(api_keys_file).read_text(), api_keys_file)
+        if not found:
+            raise SettingsError(
+                f"setting gateway.api_keys_file: no key in {api_keys_file!r}; want lines of `key` or `key tenant`"
+            )
+        pairs += found
     return KeyRing(pairs)

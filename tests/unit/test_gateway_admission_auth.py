@@ -81,6 +81,18 @@ def test_keys_file_names_the_line_but_not_the_key():
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", "\n \n", "# sk-old of acme, withdrawn\n"])
+@pytest.mark.parametrize("keys", [[], ["k1"]])
+def test_a_keys_file_without_a_key_is_refused_and_does_not_let_everybody_in(tmp_path, text, keys):
+    named = tmp_path / "keys.txt"
+    named.write_text(text)
+    with pytest.raises(SettingsError, match=r"setting gateway\.api_keys_file: no key in") as caught:
+        load_keys(keys, str(named))
+    assert "sk-old" not in caught.value.message
+    named.write_text(f"{text}k2 acme\n")
+    assert load_keys(keys, str(named)).tenant_of(b"Bearer k2") == "acme"
+
+
 def test_tenants_have_the_weights_that_the_settings_say():
     assert load_weights(["acme=4", "a=b=0.5"]) == {"acme": 4.0, "a=b": 0.5}
 
