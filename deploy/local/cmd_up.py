@@ -86,8 +86,7 @@ def up(
     flags: dict[str, Any] = {"model": model, "device": device, "topology": topology, "host": host}
     flags |= {"port": port, "base_port": base_port, "num_prefill": prefill, "num_decode": decode}
     flags |= {"engine": engine, "pd_caching": pd_caching, **_weaves(weave)}
-    # a 0 was said, too, and may be refused
-    said = {key: value for key, value in flags.items() if value not in (None, "")}
+    said = {key: value for key, value in flags.items() if value not in (None, "")}  # a 0 is said, too
     argv = [word for key, value in said.items() for word in (f"--{key}", str(value))]
     for pair in more or []:
         key, sep, value = pair.partition("=")
@@ -98,6 +97,7 @@ def up(
     if named := settings_file or later.get("QUIRE_CONFIG"):
         config.use_config_file(Path(named))  # absolute: the supervisor runs in another folder
     found = config.load(argv)
+    config.use_keys_file()
     wanted = Wanted(found, config.paths_of(found.home), _command(found, later))
     config.make_folders(wanted.paths)
     with contextlib.ExitStack() as stack:

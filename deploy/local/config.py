@@ -109,13 +109,27 @@ def load(
 ) -> ClusterSettings:
     """Effective cluster settings; every QUIRE_* variable and TOML key of every section is checked on the way.
 
-    Raises: SettingsError naming an unknown key and the nearest right one.
+    Raises: SettingsError naming an unknown key and the nearest right one, or a value that no service could start with.
     """
     env: Mapping[str, str] = environment() if environ is None else environ
     check_variable_names(env)
     found = settings.load(ClusterSettings, "cluster", argv, environ=env, toml_path=toml_path)
-    _check_sections(env, toml_path)
-    return check(_filled(found, env))
+    sections = _check_sections(env, toml_path)
+    found = check(_filled(found, env))
+    if not found.join:  # else another machine has the gateway, and perhaps alone the file
+        _check_keys_file(str(sections["gateway"]["api_keys_file"]))
+    return found
+
+
+def _check_keys_file(path: str) -> None:
+    from services.gateway.auth import load_keys
+
+    load_keys([], _absolute(path))
+
+
+def _absolute(path: str) -> str:
+    """As seen from this command's folder; "" stays that. Raises: SettingsError."""
+    return path and str(expanded(path).absolute())
 
 
 def _filled(found: ClusterSettings, env: Mapping[str, str]) -> ClusterSettings:
@@ -191,12 +205,19 @@ def cluster_keys() -> list[str]:
     return [field.name for field in msgspec.structs.fields(ClusterSettings)]
 
 
-def _check_sections(env: Mapping[str, str], toml_path: Path | None) -> None:
-    """Let each service's own struct refuse unknown keys now, rather than in a crash loop later."""
+def _check_sections(env: Mapping[str, str], toml_path: Path | None) -> dict[str, dict[str, object]]:
+    """Let each service's own module refuse unknown keys and wrong values now, rather than in a crash loop later.
+
+    Returns: what was said, by section; keys that the cluster decides have their defaults still.
+    """
+    out: dict[str, dict[str, object]] = {}
     for section, module_name in SECTION_CONFIGS.items():
         struct = section_struct(module_name)
         if struct is not None:
-            settings.load(struct, section, (), environ=env, toml_path=toml_path)
+            found = settings.load(struct, section, (), environ=env, toml_path=toml_path)
+            importlib.import_module(module_name).check_values(found)
+            out[section] = msgspec.structs.asdict(found)
+    return out
 
 
 def check_overrides(
@@ -305,6 +326,12 @@ def visible_gpus() -> str | None:
 def use_config_file(path: Path) -> None:
     """Make a TOML file the settings file of this command and of every process it starts."""
     os.environ["QUIRE_CONFIG"] = str(expanded(path).absolute())  # noqa: TID251  this is the config.py
+
+
+def use_keys_file() -> None:
+    """Make the path of gateway.api_keys_file absolute for every process that is started: they run in another folder."""
+    if path := _absolute(str(settings_of("gateway")["api_keys_file"])):
+        os.environ["QUIRE_GATEWAY_API_KEYS_FILE"] = path  # noqa: TID251  this is the config.py
 
 
 def gateway_url(url: str = "") -> str:

@@ -55,9 +55,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     orphan_deadline_ms: int = 5_000  # to vacate what a dead producer offered, and 0.5 s for each GB
 
 
-def load(argv: Sequence[str]) -> CoordinatorSettings:
-    """Defaults, TOML, QUIRE_COORDINATOR_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(CoordinatorSettings, "coordinator", argv, about=ABOUT)
+def check_values(found: CoordinatorSettings) -> None:
+    """Raises: SettingsError naming the key and what works."""
     settings.check_share("coordinator", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (
         "heartbeat_interval_ms", "ttl_ms", "forget_after_ms", "max_members", "leader_lease_ms", "lease_ttl_ms",
@@ -87,6 +86,12 @@ def load(argv: Sequence[str]) -> CoordinatorSettings:
         raise SettingsError(
             "setting coordinator.admin_listen: leave it empty, /health is on coordinator.listen"
         )
+
+
+def load(argv: Sequence[str]) -> CoordinatorSettings:
+    """Defaults, TOML, QUIRE_COORDINATOR_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(CoordinatorSettings, "coordinator", argv, about=ABOUT)
+    check_values(found)
     return found
 
 

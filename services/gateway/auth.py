@@ -77,6 +77,20 @@ def load_weights(entries: list[str]) -> dict[str, float]:
     return weights
 
 
+def _text_of(api_keys_file: str) -> str:
+    """Raises: SettingsError."""
+    try:
+        if not Path(api_keys_file).is_file():  # each process reads it, and a pipe only gives once
+            raise SettingsError(f"setting gateway.api_keys_file: no file {api_keys_file!r}")
+        return Path(api_keys_file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"setting gateway.api_keys_file: cannot read {api_keys_file!r}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError:  # without it as a cause: it holds the keys
+        raise SettingsError(f"setting gateway.api_keys_file: {api_keys_file!r} is no UTF-8 text") from None
+
+
 def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
     """Keys of the settings (`key` or `key:tenant`) and of the file, which must hold one: who names it wants keys asked
     for, and an empty file would let everybody in. Raises: SettingsError.
@@ -93,7 +107,7 @@ def load_keys(api_keys: list[str], api_keys_file: str) -> KeyRing:
             )
         pairs.append((key, tenant))
     if api_keys_file:
-        found = parse_keys_file(Path(api_keys_file).read_text(), api_keys_file)
+        found = parse_keys_file(_text_of(api_keys_file), api_keys_file)
         if not found:
             raise SettingsError(
                 f"setting gateway.api_keys_file: no key in {api_keys_file!r}; want lines of `key` or `key tenant`"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.auth import load_keys
+from services.gateway.auth import load_keys, load_weights
 from services.gateway.origins import check_origins
 from shared import settings
 from shared.cpus import usable_cpus
@@ -89,13 +89,15 @@ def split_listen(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check(found: GatewaySettings) -> None:
+def check_values(found: GatewaySettings) -> None:
+    """What is wrong whatever the model, and wherever the file of keys may be. Raises: SettingsError."""
     split_listen(found.listen)
-    load_keys(found.api_keys, "")  # here: processes that fail at it would be started again and again
+    load_keys(found.api_keys, "")
+    load_weights(found.tenant_weights)
     check_origins(found.allowed_origins)
     settings.check_share("gateway", "trace_sample_ratio", found.trace_sample_ratio)
     for name in (
-        "processes", "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
+        "max_body_bytes", "max_header_bytes", "max_concurrent_requests", "placement_deadline_ms",
         "place_reply_ms", "request_deadline_ms", "resume_deadline_ms", "worker_silent_ms", "header_timeout_ms",
         "body_idle_timeout_ms", "tree_lookup_deadline_ms", "tree_cache_age_ms", "membership_interval_ms",
         "keep_alive_timeout_ms", "slow_reader_bytes", "unread_timeout_ms", "tokenizer_threads",
@@ -106,16 +108,19 @@ def _check(found: GatewaySettings) -> None:
         raise SettingsError("setting gateway.tree_cache_answers: must be 0 (none) or more, e.g. 1024")
     for name in (
         "retry_share", "retry_floor_per_s", "retry_burst", "max_concurrent_per_tenant", "shed_wait_ms",
-        "drain_deadline_ms", "tree_max_blocks",
+        "drain_deadline_ms", "tree_max_blocks", "processes",
     ):  # fmt: skip
         if not getattr(found, name) >= 0:
             raise SettingsError(f"setting gateway.{name}: {getattr(found, name)} must not be negative")
+
+
+def _check(found: GatewaySettings) -> None:
+    check_values(found)
     if not found.model_dir:
         raise SettingsError("setting gateway.model_dir: name the folder that holds tokenizer.json")
     if not Path(found.model_dir, "tokenizer.json").is_file():
         raise SettingsError(f"setting gateway.model_dir: no tokenizer.json in {found.model_dir!r}")
-    if found.api_keys_file and not Path(found.api_keys_file).is_file():
-        raise SettingsError(f"setting gateway.api_keys_file: no file {found.api_keys_file!r}")
+    load_keys(found.api_keys, found.api_keys_file)  # here: a child that fails at it would be started for ever
 
 
 def load(argv: Sequence[str]) -> GatewaySettings:

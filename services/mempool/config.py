@@ -106,9 +106,8 @@ class MempoolSettings(LendingKeys, frozen=True, kw_only=True):
     space_idle_ms: int = 600_000
 
 
-def load(argv: Sequence[str]) -> MempoolSettings:
-    """Defaults, TOML, QUIRE_MEMPOOL_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(MempoolSettings, "mempool", argv, about=ABOUT)
+def check_values(found: MempoolSettings) -> None:
+    """What is wrong wherever this mempool and its peers are. Raises: SettingsError naming the key and what works."""
     settings.check_share("mempool", "trace_sample_ratio", found.trace_sample_ratio)
     if not found.socket:
         raise SettingsError("setting mempool.socket: name a path, e.g. .quire/run/mempool.sock")
@@ -137,7 +136,6 @@ def load(argv: Sequence[str]) -> MempoolSettings:
         if getattr(found, name) < 1:
             raise SettingsError(f"setting mempool.{name}: {getattr(found, name)} must be at least 1")
     lending_rules(found)
-    _check_peers(found)
     for name, example in (("idle_punch_ms", 30_000), ("space_idle_ms", 600_000)):
         if getattr(found, name) < 0:
             raise SettingsError(f"setting mempool.{name}: must be 0 (never) or more, e.g. {example}")
@@ -150,6 +148,13 @@ def load(argv: Sequence[str]) -> MempoolSettings:
             f"setting mempool.mover_floor_gb_per_s: {found.mover_floor_gb_per_s} is no rate between two GPUs; "
             f"0 (any) to {MAX_FLOOR_GB_PER_S:.0f}, e.g. 200 where NVLink joins them"
         )
+
+
+def load(argv: Sequence[str]) -> MempoolSettings:
+    """Defaults, TOML, QUIRE_MEMPOOL_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(MempoolSettings, "mempool", argv, about=ABOUT)
+    check_values(found)
+    _check_peers(found)
     return found
 
 

@@ -82,9 +82,8 @@ _NOT_NEGATIVE = (
 )
 
 
-def load(argv: Sequence[str]) -> SchedulerSettings:
-    """Defaults, TOML, QUIRE_SCHEDULER_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(SchedulerSettings, "scheduler", argv, about=ABOUT)
+def check_values(found: SchedulerSettings) -> None:
+    """Raises: SettingsError naming the key and what works."""
     settings.check_share("scheduler", "trace_sample_ratio", found.trace_sample_ratio)
     for name in _POSITIVE:
         if not getattr(found, name) > 0:
@@ -97,6 +96,12 @@ def load(argv: Sequence[str]) -> SchedulerSettings:
             f"setting scheduler.dead_after_ms: {found.dead_after_ms} must be at least two report intervals "
             f"({2 * found.report_interval_ms})"
         )
+
+
+def load(argv: Sequence[str]) -> SchedulerSettings:
+    """Defaults, TOML, QUIRE_SCHEDULER_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(SchedulerSettings, "scheduler", argv, about=ABOUT)
+    check_values(found)
     return found
 
 

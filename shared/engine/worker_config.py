@@ -273,14 +273,16 @@ def _check_fair(found: WorkerSettings) -> None:
             raise SettingsError(
                 f"setting worker.{name}: {getattr(found, name)} must be at least {least}, or {BY_FAIR_FOR}: by fair_for"
             )
+    if found.fair_max_switch_share > 1.0:
+        raise SettingsError(
+            f"setting worker.fair_max_switch_share: {found.fair_max_switch_share} is no share; try 0.1"
+        )
+    if found.fair_stay_ratio < 1.0:
+        raise SettingsError(f"setting worker.fair_stay_ratio: {found.fair_stay_ratio} is below 1; try 1.5")
 
 
 def _check_weave(found: WorkerSettings) -> None:
     """Raises: SettingsError."""
-    if not 0 <= found.weave_sms <= MOST_WEAVE_SMS:
-        raise SettingsError(
-            f"setting worker.weave_sms: {found.weave_sms} is not in 0..{MOST_WEAVE_SMS}; try 0"
-        )
     if found.weave_multicast and found.weave == "off":
         raise SettingsError(
             "setting worker.weave_multicast: nothing is fused with worker.weave off; try weave = fuse"
@@ -313,12 +315,8 @@ def _check_far(found: WorkerSettings) -> None:
         )
 
 
-def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> WorkerSettings:
-    """Fill in a role's defaults and check the whole.
-
-    Args: port: of the ROUTER; the admin listener's default is the next one.
-    Raises: SettingsError naming the key and a working value.
-    """
+def check_values(found: WorkerSettings) -> None:
+    """What is wrong in any role, whatever the model and the mempool. Raises: SettingsError naming the key."""
     for name in _POSITIVE:
         if getattr(found, name) <= 0:
             raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must be greater than 0")
@@ -327,6 +325,19 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             raise SettingsError(f"setting worker.{name}: {getattr(found, name)} must not be negative")
     check_share("worker", "trace_sample_ratio", found.trace_sample_ratio)
     _check_fair(found)
+    if not 0 <= found.weave_sms <= MOST_WEAVE_SMS:
+        raise SettingsError(
+            f"setting worker.weave_sms: {found.weave_sms} is not in 0..{MOST_WEAVE_SMS}; try 0"
+        )
+
+
+def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> WorkerSettings:
+    """Fill in a role's defaults and check the whole.
+
+    Args: port: of the ROUTER; the admin listener's default is the next one.
+    Raises: SettingsError naming the key and a working value.
+    """
+    check_values(found)
     if not found.model_dir or not Path(found.model_dir, "config.json").is_file():
         raise SettingsError(f"setting worker.model_dir: {found.model_dir!r} holds no config.json")
     if found.kv_layout != "cross-layer" and not works_in_pages(found):
@@ -341,12 +352,6 @@ def for_role(found: WorkerSettings, *, role: Role, instance: str, port: int) -> 
             f"setting worker.transfer_mode: {found.transfer_mode!r} needs the pool's pages and layers that follow each "
             "other in them; set worker.mempool_socket, worker.kv_cache = pages and another kv_layout than token-major"
         )
-    if found.fair_max_switch_share > 1.0:
-        raise SettingsError(
-            f"setting worker.fair_max_switch_share: {found.fair_max_switch_share} is no share; try 0.1"
-        )
-    if found.fair_stay_ratio < 1.0:
-        raise SettingsError(f"setting worker.fair_stay_ratio: {found.fair_stay_ratio} is below 1; try 1.5")
     if found.local_policy == "cfs" and (not works_in_pages(found) or found.transfer_mode == "by-layer"):
         raise SettingsError(
             "setting worker.local_policy: 'cfs' needs the pool's pages and whole prompts; set worker.mempool_socket, "

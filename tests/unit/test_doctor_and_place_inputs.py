@@ -40,6 +40,45 @@ def with_taken(port, found):
         return doctor_checks.check_ports(found)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("GATEWAY_MAX_BODY_BYTES", "0"),
+        ("GATEWAY_TENANT_WEIGHTS", "foo"),
+        ("GATEWAY_TREE_LOOKUP_DEADLINE_MS", "-1"),
+        ("GATEWAY_API_KEYS_FILE", "/nowhere/keys.txt"),
+        ("SCHEDULER_OVERLOAD_FACTOR", "0"),
+        ("COORDINATOR_LEASE_TTL_MS", "1"),
+        ("MEMPOOL_MAX_LEASES", "0"),
+        ("MEMPOOL_LENDING_INTERVAL_MS", "0"),
+        ("KEEPER_MAX_FDS", "0"),
+        ("WORKER_MAX_NUM_SEQS", "-5"),
+        ("WORKER_FAIR_STAY_RATIO", "0.5"),
+        ("WORKER_WEAVE_SMS", "99"),
+    ],
+)
+def test_doctor_and_up_refuse_a_services_setting_that_it_could_not_start_with(alone, variable, value):
+    section, _, key = variable.lower().partition("_")
+    with pytest.raises(SettingsError, match=rf"^setting {section}\.{key}: "):
+        config.load(environ={f"QUIRE_{variable}": value})
+
+
+def test_a_keys_file_is_read_before_anything_starts_and_found_from_the_callers_folder(
+    alone, monkeypatch, tmp_path
+):
+    named = {"QUIRE_GATEWAY_API_KEYS_FILE": "keys.txt"}
+    monkeypatch.chdir(tmp_path)
+    Path("keys.txt").write_bytes(b"k\xff\n")
+    with pytest.raises(SettingsError, match=r"setting gateway\.api_keys_file: .* is no UTF-8 text"):
+        config.load(environ=named)
+    config.load(["--join", "10.0.0.5:8100", "--address", "10.0.0.6"], environ=named)  # no gateway here
+    Path("keys.txt").write_text("k acme\n")
+    config.load(environ=named)
+    monkeypatch.setenv("QUIRE_GATEWAY_API_KEYS_FILE", "keys.txt")
+    config.use_keys_file()
+    assert os.environ["QUIRE_GATEWAY_API_KEYS_FILE"] == str(tmp_path / "keys.txt")
+
+
 def test_a_machine_that_joins_uses_the_first_ones_redis(alone):
     found = doctor_checks.check_redis(settings(join="10.0.0.5:8100", address="10.0.0.6"))
     assert (found.verdict, found.found) == (Verdict.OK, "the first machine's")

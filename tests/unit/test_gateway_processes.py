@@ -57,3 +57,16 @@ def test_a_process_that_ends_at_every_start_starts_again_later_and_later():
     assert it.ended(2, now_s) == now_s + FIRST_PAUSE_S, "another one has not failed"
     it.began(1, now_s)
     assert it.ended(1, now_s + STABLE_S) == now_s + STABLE_S + FIRST_PAUSE_S, "it ran well meanwhile"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"k\xff\n"])
+def test_gateways_that_cannot_read_their_keys_end_with_status_2_before_they_fork(
+    tmp_path, monkeypatch, capsys, content
+):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    if content is not None:
+        (tmp_path / "keys.txt").write_bytes(content)
+    monkeypatch.setattr(gateway_main, "run_many", lambda *_: pytest.fail("it forks"))
+    words = ["--model-dir", str(tmp_path), "--api-keys-file", str(tmp_path / "keys.txt"), "--processes", "2"]
+    assert gateway_main.main([*words, "--listen", "127.0.0.1:0"]) == 2
+    assert "gateway: setting gateway.api_keys_file: " in capsys.readouterr().err

@@ -21,12 +21,17 @@ class KeeperSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: settings.LogLevel = "info"
 
 
-def load(argv: Sequence[str]) -> KeeperSettings:
-    """Defaults, TOML, QUIRE_KEEPER_* and flags. Raises: SettingsError naming the key and what works."""
-    found = settings.load(KeeperSettings, "keeper", argv, about=ABOUT)
+def check_values(found: KeeperSettings) -> None:
+    """Raises: SettingsError naming the key and what works."""
     if not found.socket:
         raise SettingsError("setting keeper.socket: name a path, e.g. .quire/run/keeper.sock")
     for name in ("max_fds", "expected_fds"):
         if getattr(found, name) < 1:
             raise SettingsError(f"setting keeper.{name}: {getattr(found, name)} must be at least 1")
+
+
+def load(argv: Sequence[str]) -> KeeperSettings:
+    """Defaults, TOML, QUIRE_KEEPER_* and flags. Raises: SettingsError naming the key and what works."""
+    found = settings.load(KeeperSettings, "keeper", argv, about=ABOUT)
+    check_values(found)
     return found
