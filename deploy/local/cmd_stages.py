@@ -32,9 +32,10 @@ def stages(
     if not 0 < last_s <= MOST_LAST_S:
         raise SettingsError(f"--last {last_s:g}: want seconds, {MOST_LAST_S:g} at most")
     store = folder or config.paths_of(config.default_home()).traces
-    found, num_requests = observed.read_stages(store, since_ns=time.time_ns() - int(last_s * 1e9))
+    found, num_requests, is_cut = observed.read_stages(store, since_ns=time.time_ns() - int(last_s * 1e9))
     if as_json:
-        body = {"num_requests": num_requests, "stages": msgspec.to_builtins(found)}
+        body = {"num_requests": num_requests, "warning": observed.warning(is_cut)}
+        body |= {"stages": msgspec.to_builtins(found)}
         out.print(msgspec.json.encode(body).decode(), no_wrap=True, overflow="ignore", crop=False)
         return
     if not found:
@@ -42,5 +43,5 @@ def stages(
         endpoint = status["trace_endpoint"] if status else ""
         hint = f"; traces go to {endpoint}" if endpoint else "; --last SECONDS looks further back"
         fail(f"no traced request in the last {last_s:g} s in {store}{hint}")
-    text = observed.render(found, num_requests)
+    text = observed.render(found, num_requests, is_cut)
     out.print(text, end="", no_wrap=True, overflow="ignore", crop=False)

@@ -52,9 +52,9 @@ def _local_spans(directory: Path, needles: Iterable[str]) -> Iterator[SpanRecord
             continue
 
 
-def local_spans(directory: Path) -> Iterator[SpanRecord]:
-    """Every span of the store, in no order."""
-    return _local_spans(directory, ("{",))
+def local_spans(directory: Path, *, containing: str = "{") -> Iterator[SpanRecord]:
+    """Every span of the store whose line contains that, in no order."""
+    return _local_spans(directory, (containing,))
 
 
 def _unique(spans: Iterable[SpanRecord]) -> list[SpanRecord]:
