@@ -138,6 +138,9 @@ def _check_keys(keys: list[str]) -> None:
 def _check_servers(found: ClusterSettings) -> None:
     """Of others. Raises: SettingsError."""
     if found.trace_endpoint:
+        from shared.observe.otlp import check_no_secret
+
+        check_no_secret("setting cluster.trace_endpoint", found.trace_endpoint)
         check_url("setting cluster.trace_endpoint:", found.trace_endpoint, "http://127.0.0.1:4318")
     if found.redis_url:
         from shared.transport.redis_link import parse_redis_url

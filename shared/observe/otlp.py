@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from shared.errors import SettingsError
-from shared.observe.config import collector_headers, resource_attributes
+from shared.observe.config import HEADERS, collector_headers, resource_attributes
 from shared.observe.export_queue import EXPORT_TIMEOUT_S
 from shared.observe.span_record import SpanEvent, SpanRecord
 
@@ -63,8 +63,20 @@ class CollectorExporter:
         self._connection.close()
 
 
+def check_no_secret(name: str, endpoint: str) -> None:
+    """Raises: SettingsError, which does not repeat it, where a password or a key may be in it: command lines, logs and
+    `quire status` show it, and it would not be sent.
+    """
+    if any(mark in endpoint for mark in "@?#"):
+        raise SettingsError(
+            f"{name}: want no user, password, query or fragment, which would be seen and not sent; a collector's key "
+            f"goes into {HEADERS[-1]}"
+        )
+
+
 def _split(endpoint: str) -> tuple[SplitResult, int | None]:
     """Its parts and its port. Raises: SettingsError."""
+    check_no_secret("setting trace_endpoint", endpoint)
     try:
         url = urlsplit(endpoint)
         if url.scheme in ("http", "https") and url.hostname:

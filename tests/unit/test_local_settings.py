@@ -17,6 +17,7 @@ from services.prefill import config as prefill
 from services.scheduler import config as scheduler
 from shared import settings
 from shared.errors import SettingsError
+from shared.observe.otlp import CollectorExporter
 from shared.settings import MOST_MS
 
 SERVICES = {
@@ -131,6 +132,25 @@ def test_what_no_service_could_start_with_is_refused_before_any_does(key, value)
 def test_a_wrong_redis_address_is_refused_without_its_password():
     with pytest.raises(SettingsError) as refused:
         load(env={"QUIRE_REDIS_URL": "http://:open-sesame@127.0.0.1:6379"})
+    assert "open-sesame" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:open-sesame@h:4318",
+        "http://open-sesame@h",
+        "http://h/?key=open-sesame",
+        "ftp://h#open-sesame",
+    ],
+)
+def test_a_secret_in_a_trace_endpoint_is_refused_and_not_repeated(url):
+    wanted = r"^setting cluster\.trace_endpoint: .* OTEL_EXPORTER_OTLP_HEADERS"
+    with pytest.raises(SettingsError, match=wanted) as refused:
+        load(["--trace-endpoint", url])
+    assert "open-sesame" not in refused.value.message
+    with pytest.raises(SettingsError, match=wanted.replace(r"cluster\.", "")) as refused:
+        CollectorExporter(url, "quire-test", "test-0")
     assert "open-sesame" not in refused.value.message
 
 
