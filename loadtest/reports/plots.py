@@ -15,6 +15,11 @@ LABELS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "jct_ms": "JCT"}
 MAX_POINTS = 5_000  # of a scatter plot: more are thinned out, the same ones every time
 
 
+def plain(name: str) -> str:
+    """As Matplotlib draws it letter by letter: text between dollars would be a formula."""
+    return name.replace("$", r"\$")
+
+
 def svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element; the same figure gives the same text."""
     out = io.StringIO()
@@ -43,7 +48,7 @@ def distributions(runs: Sequence[Run], slo: Slo) -> Figure:
             ordered = sorted(v for one in run.outcomes if one.ok and (v := getattr(one, metric)) > 0)
             if ordered:
                 shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
-                axes.step(ordered, shares, where="post", label=run.name, linewidth=1.3)
+                axes.step(ordered, shares, where="post", label=plain(run.name), linewidth=1.3)
         if metric in limits:
             axes.axvline(limits[metric], color="#333333", linestyle=":", linewidth=1)
         axes.set(xscale="log", xlabel="ms", ylim=(0, 1), title=LABELS[metric])
@@ -86,7 +91,7 @@ def _timeline_row(axes: Axes, run: Run, colour: str) -> Axes:
             failed, [1] * len(failed), marker="x", s=14, color="#333333", label=f"{len(failed)} failed"
         )
         axes.legend()
-    axes.set(yscale="log", ylabel="TTFT (ms)", title=run.name)
+    axes.set(yscale="log", ylabel="TTFT (ms)", title=plain(run.name))
     changes = sorted([(one.sent_ms, 1) for one in sent] + [(one.ended_ms, -1) for one in sent])
     times, counts, now = [0.0], [0], 0
     for at_ms, change in changes:
@@ -105,12 +110,13 @@ def sources(summaries: Sequence[Summary]) -> Figure:
     """Where the prompt tokens' KV came from, as the receipts say."""
     figure, axes = plt.subplots(figsize=(11, 0.9 + 0.38 * len(summaries)))
     left = [0.0] * len(summaries)
-    names = [one.name for one in summaries]
+    rows = range(len(summaries))  # not names: bars of one name are drawn over each other
     for source, colour in zip(SOURCES, (*COLOURS[1:], COLOURS[0]), strict=True):
         shares = [one.sources.get(source, 0.0) * 100 for one in summaries]
         if any(shares):
-            axes.barh(names, shares, left=left, label=source, color=colour)
+            axes.barh(rows, shares, left=left, label=source, color=colour)
             left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.set_yticks(rows, [plain(one.name) for one in summaries])
     axes.set(xlim=(0, 100), xlabel="% of prompt tokens")
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=len(SOURCES))

@@ -26,6 +26,7 @@ def write_report(runs: Sequence[Run], folder: Path, slo: Slo) -> list[Summary]:
     """report.md, report.html and the plots as .svg under `folder`. Raises: ValueError on no runs."""
     if not runs:
         raise ValueError("no runs")
+    runs = told_apart(runs)
     summaries = [summarise(run, slo) for run in runs]
     drawn = plots.draw_all(runs, summaries, slo)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,6 +35,20 @@ def write_report(runs: Sequence[Run], folder: Path, slo: Slo) -> list[Summary]:
     (folder / "report.md").write_text(markdown(runs, summaries, list(drawn)))
     (folder / "report.html").write_text(page(runs, summaries, drawn))
     return summaries
+
+
+def told_apart(runs: Sequence[Run]) -> list[Run]:
+    """A run that has the name of one before it gets a number behind it: `name (2)`."""
+    taken: set[str] = set()
+    found = []
+    for run in runs:
+        name, number = run.name, 1
+        while name in taken:
+            number += 1
+            name = f"{run.name} ({number})"
+        taken.add(name)
+        found.append(Run({**run.head, "name": name}, run.outcomes))
+    return found
 
 
 def tables(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[tuple[str, Table]]:

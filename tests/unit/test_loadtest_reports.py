@@ -7,7 +7,7 @@ import pytest
 
 from loadtest import report
 from loadtest.outcomes import Outcome, Run, read_run, sources_of, take_receipt, write_run
-from loadtest.reports import render, summary
+from loadtest.reports import plots, render, summary
 from loadtest.reports.summary import Slo, bootstrap, nearest_rank, summarise
 from loadtest.sse import read_pieces
 from loadtest.workloads.shelf import NothingLeft, Shelf
@@ -202,6 +202,19 @@ def test_a_report_stands_alone_shows_all_runs_and_is_the_same_each_time(tmp_path
     assert report.main([str(tmp_path / "none.jsonl")]) == 2
     assert "fast" in capsys.readouterr().out
     assert summary.one_line(summarise(runs[0], Slo())).startswith("fast: 200 requests")
+
+
+@pytest.mark.slow
+def test_runs_of_one_name_and_names_like_formulas_are_shown_apart_and_as_they_are(tmp_path):
+    runs = [run("cost"), run("cost", slow=2.0), run("cost$^$x"), run("cost (2)")]
+    told = render.told_apart(runs)
+    assert [one.name for one in told] == ["cost", "cost (2)", "cost$^$x", "cost (2) (2)"]
+    summaries = [summarise(one, Slo()) for one in told[:3]]
+    axes = plots.sources(summaries).axes[0]
+    assert {(bar.get_y(), bar.get_height()) for bar in axes.patches} == {(y - 0.4, 0.8) for y in range(3)}
+    assert [label.get_text() for label in axes.get_yticklabels()][2] == r"cost\$^\$x"
+    render.write_report(runs[:3], tmp_path, Slo())
+    assert "cost (2)" in (tmp_path / "report.md").read_text()
 
 
 def test_events_have_the_time_of_the_piece_that_ended_them():
