@@ -262,6 +262,7 @@ class ChatUser(FastHttpUser):
                 take_times(outcome, times)
             except (StreamError, OSError, *NO_ANSWER) as failure:
                 outcome.error = f"{type(failure).__name__}: {failure}"
+                outcome.jct_ms = round((time.perf_counter() - times.started) * 1000, 3)
             if outcome.error:
                 response.failure(outcome.error)
             else:

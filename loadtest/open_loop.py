@@ -170,6 +170,7 @@ class OpenLoop:
             raise
         except (StreamError, OSError, TimeoutError, httptools.HttpParserError, *NO_ANSWER) as error:
             outcome.error = f"{type(error).__name__}: {error}"
+            outcome.jct_ms = round(self._now_ms() - outcome.sent_ms, 3)
             if 400 <= reply.status < 500 and reply.status not in OVERLOADED:
                 self.refused = self.refused or str(error)
             elif is_refused(error):

@@ -18,7 +18,8 @@ class Outcome:
 
     lag_ms: how late it was sent, which is the client's fault. ttft_ms: 0 of a whole answer: none of its tokens showed
     text. error: "" when the answer is whole; skipped: nothing was sent (the turn before failed, or the client had too
-    many in flight). cut_off: the run ended before the answer did; jct_ms is until then.
+    many in flight). cut_off: the run ended before the answer did; jct_ms is until then, and until
+    a request failed where it did.
     sources: prompt tokens by where their KV came from, by the receipt of the stage that computed the prompt.
     """
 

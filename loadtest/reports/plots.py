@@ -60,7 +60,9 @@ def distributions(runs: Sequence[Run], slo: Slo) -> Figure:
 
 
 def timeline(runs: Sequence[Run]) -> Figure:
-    """TTFT of every request by when it was sent, and how many were in flight; a row a run, on the same scales."""
+    """TTFT of every whole answer by when it was sent, and how many requests were in flight, whatever became of them; a
+    row a run, on the same scales.
+    """
     figure, rows = plt.subplots(
         len(runs), 1, figsize=(11, 0.6 + 2.1 * len(runs)), sharex=True, sharey=True, squeeze=False
     )
@@ -76,11 +78,11 @@ def timeline(runs: Sequence[Run]) -> Figure:
 
 
 def _timeline_row(axes: Axes, run: Run, colour: str) -> Axes:
-    sent = [one for one in run.outcomes if one.ok]
-    step = max(1, len(sent) // MAX_POINTS)
+    good = [one for one in run.outcomes if one.ok]
+    step = max(1, len(good) // MAX_POINTS)
     axes.scatter(
-        [one.sent_ms / 1000 for one in sent[::step]],
-        [one.ttft_ms for one in sent[::step]],
+        [one.sent_ms / 1000 for one in good[::step]],
+        [one.ttft_ms for one in good[::step]],
         s=7,
         color=colour,
         zorder=3,
@@ -92,6 +94,9 @@ def _timeline_row(axes: Axes, run: Run, colour: str) -> Axes:
         )
         axes.legend()
     axes.set(yscale="log", ylabel="TTFT (ms)", title=plain(run.name))
+    sent = [
+        one for one in run.outcomes if not one.skipped and one.jct_ms > 0
+    ]  # older files have no end of failed ones
     changes = sorted([(one.sent_ms, 1) for one in sent] + [(one.ended_ms, -1) for one in sent])
     times, counts, now = [0.0], [0], 0
     for at_ms, change in changes:

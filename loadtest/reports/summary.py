@@ -130,7 +130,8 @@ def summarise(run: Run, slo: Slo) -> Summary:
     good = [one for one in run.outcomes if one.ok]
     sent = [one for one in run.outcomes if not one.skipped]
     begin_ms = min((one.sent_ms for one in sent), default=0.0)
-    seconds = max(1e-3, (max((one.ended_ms for one in sent), default=0.0) - begin_ms) / 1000)
+    ended_ms = max((one.sent_ms if one.error else one.ended_ms for one in sent), default=0.0)
+    seconds = max(1e-3, (ended_ms - begin_ms) / 1000)
     num_decided = sum(not slo.is_open(one) for one in run.outcomes)
     share = wilson(sum(slo.met(one) for one in run.outcomes), num_decided)
     due = [one.due_ms for one in run.outcomes]

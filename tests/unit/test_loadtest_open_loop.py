@@ -60,3 +60,17 @@ async def test_planned_histories_and_words_are_there_where_asked_for():
     assert [one["role"] for one in bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert bodies[1]["messages"][1]["content"] == "three words here"
     assert bodies[1]["path"] == "/v1/chat/completions"
+
+
+class FailingClient(RecordingClient):
+    """Says 503 after 20 ms."""
+
+    async def post(self, request: bytes, *, timeout_s: float, reply) -> None:
+        await asyncio.sleep(0.02)
+        reply.status = 503
+
+
+async def test_a_request_that_fails_was_in_flight_until_it_did():
+    outcomes = await OpenLoop(FailingClient(), Plan(model="m")).run([FIRST])  # pyright: ignore
+    assert outcomes[0].error.startswith("StreamError: status 503")
+    assert outcomes[0].jct_ms >= 19

@@ -204,6 +204,24 @@ def test_a_report_stands_alone_shows_all_runs_and_is_the_same_each_time(tmp_path
     assert summary.one_line(summarise(runs[0], Slo())).startswith("fast: 200 requests")
 
 
+def test_requests_in_flight_are_all_that_were_sent_whatever_became_of_them():
+    lasting = {"sent_ms": 1_000.0, "jct_ms": 2_000.0}
+    rows = [
+        Outcome(0, "whole", 0, ttft_ms=50.0, output_tokens=3, **lasting),
+        Outcome(1, "failed", 0, error="status 503", **lasting),
+        Outcome(2, "cut", 0, cut_off=True, **lasting),
+        Outcome(3, "skipped", 0, skipped=True, error="the turn before it failed"),
+    ]
+    figure = plots.timeline([Run({}, rows)])
+    axes, twin = figure.axes
+    (shaded,) = twin.collections
+    assert max(y for _, y in shaded.get_paths()[0].vertices) == 3
+    assert len(axes.collections[0].get_offsets()) == 1, "dots are of whole answers"
+    plots.svg(figure, "x")
+    rows[1].jct_ms = 600_000.0
+    assert summarise(Run({}, rows), Slo()).seconds == pytest.approx(2.0), "until the last answer's end"
+
+
 @pytest.mark.slow
 def test_runs_of_one_name_and_names_like_formulas_are_shown_apart_and_as_they_are(tmp_path):
     runs = [run("cost"), run("cost", slow=2.0), run("cost$^$x"), run("cost (2)")]
