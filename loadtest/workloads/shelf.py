@@ -39,12 +39,15 @@ class Shelf:
     def of_workload(cls, name: str, seed: int, more: Mapping[str, Any] | None = None, **how: Any) -> "Shelf":
         """Without end: a batch used up is followed by the next seed's.
 
-        Args: more: options of the workload; how: see the class. Raises: ValueError on options it has no use for.
+        Args: more: options of the workload; how: see the class. Raises: ValueError on options it has no use for, or
+        with which it has no request.
         """
         options = dict(more or {})
         first = build(
             name, Options(num_requests=BATCH_REQUESTS, seed=seed, **options)
         )  # what is wrong is said now
+        if not first:
+            raise ValueError(f"the workload {name} has no request with these options")
 
         def batches() -> Iterator[list[Request]]:
             number, batch = seed, first

@@ -261,6 +261,11 @@ def test_a_shelf_of_a_workload_is_told_the_workloads_options():
         Shelf.of_workload("react", 1, {"share_ratio": 2})
 
 
+def test_a_shelf_of_a_workload_without_a_request_is_refused_and_does_not_look_for_one_for_ever():
+    with pytest.raises(ValueError, match="the workload loogle has no request with these options"):
+        Shelf.of_workload("loogle", 1, {"num_sessions": 0})
+
+
 @pytest.mark.parametrize("name", ["trace.jsonl", "lengths.csv"])
 def test_a_shelf_of_a_trace_gives_each_session_once(tmp_path, name):
     path = tmp_path / name
