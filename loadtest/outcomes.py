@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import msgspec
 
 from loadtest.sse import StreamTimes
 
@@ -143,9 +145,19 @@ def write_outcome(target: IO[str], outcome: Outcome) -> None:
     target.write(json.dumps(asdict(outcome)) + "\n")
 
 
+class _Machine(msgspec.Struct):
+    gpu: list[str] = []
+
+
+class _Head(msgspec.Struct):
+    """What reports calculate with; the rest of a head is shown as it is."""
+
+    hit_bound: float | None = None
+    machine: _Machine | None = None
+
+
 def read_run(path: Path) -> Run:
-    """Raises: ValueError naming the file and line when it is no such file."""
-    names = {one.name for one in fields(Outcome)}
+    """Raises: ValueError naming the file and line when it is no such file, or a value has another type."""
     with path.open() as source:
         try:
             head = json.loads(source.readline() or "null")
@@ -153,12 +165,15 @@ def read_run(path: Path) -> Run:
             head = None
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise ValueError(f"{path}: the first line is not the head of a {FORMAT} file")
+        try:
+            msgspec.convert(head, _Head)
+        except ValueError as error:
+            raise ValueError(f"{path}:1: {error}") from None
         outcomes = []
         for number, line in enumerate(source, 2):
             try:
-                row = json.loads(line)
-                outcomes.append(Outcome(**{key: value for key, value in row.items() if key in names}))
-            except (ValueError, TypeError, AttributeError) as error:
+                outcomes.append(msgspec.convert(json.loads(line), Outcome, strict=False))
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
     head.setdefault("name", path.stem)
     return Run(head, outcomes)

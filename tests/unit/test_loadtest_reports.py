@@ -1,5 +1,6 @@
 """Outcomes, summaries and reports of runs, from made-up runs of known figures."""
 
+import json
 import re
 
 import numpy as np
@@ -65,6 +66,28 @@ def test_runs_come_back_from_their_file(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"format": "quire-run/1"}\n{"turn": 1}\n')
     with pytest.raises(ValueError, match=r"broken\.jsonl:2"):
         read_run(tmp_path / "broken.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("head", "row", "line"),
+    [
+        ({}, {"ttft_ms": "soon"}, 2),
+        ({}, {"output_tokens": None}, 2),
+        ({}, {"sources": [1]}, 2),
+        ({}, {"times": {"fetch": 1}}, 2),
+        ({"hit_bound": "most"}, {}, 1),
+        ({"machine": ["a CPU"]}, {}, 1),
+        ({"machine": {"gpu": 8}}, {}, 1),
+    ],
+)
+def test_a_value_of_another_type_in_a_runs_file_is_refused_by_file_and_line(
+    tmp_path, capsys, head, row, line
+):
+    good = {"request_id": 0, "session": "s", "turn": 0, "of_a_later_version": []}
+    text = [json.dumps({"format": "quire-run/1", **head}), json.dumps({**good, **row})]
+    (tmp_path / "odd.jsonl").write_text("\n".join(text))
+    assert report.main([str(tmp_path / "odd.jsonl"), "--out", str(tmp_path / "report")]) == 2
+    assert f"odd.jsonl:{line}: " in capsys.readouterr().err
 
 
 def test_percentiles_goodput_and_hits_are_those_of_the_requests():
