@@ -15,7 +15,7 @@ from vllm.distributed import get_tp_group
 from shared.engine.fused_pages import page_arena
 from shared.engine.weave_kept import kept_or_measured, key_of, links_between, machine_parts, shared_bytes
 from shared.errors import ClusterError
-from shared.kernels.allreduce_rmsnorm.arenas import Arena, torch_arena
+from shared.kernels.allreduce_rmsnorm.arenas import Arena, mapped_arena, torch_memory
 from shared.kernels.allreduce_rmsnorm.calibrate import calibrate, calibration_rows
 from shared.kernels.allreduce_rmsnorm.errors import FusedUnavailable
 from shared.kernels.allreduce_rmsnorm.fused import CudaFused, FusedSettings
@@ -88,14 +88,9 @@ def _arena(num_bytes: int, device: torch.device, group: Any, *, use_multicast: b
     All ranks call it at the same time and have the same. Raises: ClusterError, on every rank.
     """
 
-    def close(made: Arena) -> None:
-        made.close()
-
     rank, is_first = group.rank_in_group, group.rank_in_group == 0
     try:
-        return together(
-            lambda: torch_arena(num_bytes, device, group.device_group, use_multicast=use_multicast), close
-        )
+        return _torch_arena(num_bytes, device, group.device_group, use_multicast=use_multicast)
     except ClusterError as error:
         if is_first:
             logger.warning(
@@ -114,7 +109,20 @@ def _arena(num_bytes: int, device: torch.device, group: Any, *, use_multicast: b
             except OSError as error:  # no such folder, for one
                 raise FusedUnavailable(f"no pages to hand each other: {error}") from error
 
-        return together(pages, close)
+        return together(pages, _close)
+
+
+def _torch_arena(num_bytes: int, device: torch.device, group: Any, *, use_multicast: bool) -> Arena:
+    """Mapped once all ranks have their memory: who has none raises at once, and would be waited for there.
+
+    Behind it all ranks are where the first call may come. Raises: ClusterError, on every rank.
+    """
+    own = together(lambda: torch_memory(num_bytes, device), lambda _: None)
+    return together(lambda: mapped_arena(own, group, use_multicast=use_multicast), _close)
+
+
+def _close(made: Arena) -> None:
+    made.close()
 
 
 def _folder(left: contextlib.ExitStack) -> str:

@@ -1,11 +1,16 @@
 """What one rank alone cannot have, no rank has, and none waits for it; all say why it cannot, and which it is.
 
-Over gloo; GPUs' parts are stand-ins.
+Over gloo; GPUs' parts are stand-ins, which wait for other ranks where theirs do.
 """
 
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +29,8 @@ TIMES = times_from_rows([(1, {Algorithm.ONE_SHOT: 1.0, Algorithm.TWO_SHOT: 1.0})
 ANY = {"arena", "pages"}
 # what fails, on which ranks, how, what others have to close, and what all say; "": pages of our own are in its place
 FAILURES: list[tuple[set[str], set[int], Exception, list[str], str]] = [
+    ({"memory"}, {1}, NO_PEERS, [], ""),
+    ({"memory", "pages"}, {0}, NO_PEERS, ["pages"], "rank 0: no memory of peers"),
     ({"arena"}, {1}, NO_PEERS, ["arena"], ""),
     ({"arena"}, {0, 1}, NO_PEERS, ["arena"], ""),
     (ANY, {1}, NO_PEERS, ["arena", "pages"], "rank 1: no memory of peers"),
@@ -36,7 +43,24 @@ FAILURES: list[tuple[set[str], set[int], Exception, list[str], str]] = [
     ({"calibrate"}, {1}, NO_MEMORY, ["fused", "arena"], "rank 1: no memory to measure sums: 80 GiB"),
     (set(), set(), FusedRefused(""), [], ""),
 ]  # fmt: skip
-NUM_BY_PAGES = sum("arena" in fails for fails, *_ in FAILURES)
+NUM_BY_PAGES = sum(not fails.isdisjoint({"memory", "arena"}) for fails, *_ in FAILURES)
+TORCHS = "torch.distributed._symmetric_memory"
+
+
+def _torchs(made: Callable[[str, Any], Any]) -> Any:
+    """In place of torch's symmetric memory; `memory` of it: what was given, as long as somebody has it."""
+
+    def empty(num_bytes, dtype, device):
+        found = made("memory", torch.empty(num_bytes, dtype=dtype))
+        torchs.memory.append(weakref.ref(found))
+        return found
+
+    def rendezvous(own, group_name):
+        dist.barrier()  # as torch's: a rank that does not come is waited for
+        return made("arena", SimpleNamespace(buffer_ptrs=[own.data_ptr()] * 2, multicast_ptr=7))
+
+    torchs = SimpleNamespace(empty=empty, rendezvous=rendezvous, memory=[])
+    return torchs
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -49,14 +73,19 @@ def _rank(rank: int, folder: str) -> None:
     weave_open.in_words = lambda fused: ""
     lines: list[str] = []
     weave_open.logger.warning = lambda text, *values: lines.append(text % values)
+    torch.cuda.synchronize = lambda device: None
+    mapped_arena = weave_open.mapped_arena
     folders: set[str] = set()
     for fails, failing, error, to_close, said in FAILURES:
         closed: list[str] = []
 
         def made(name, what, fails=fails, failing=failing, error=error):
             if rank in failing and name in fails:
-                raise FusedRefused("torch has none") if name == "arena" else error
+                raise RuntimeError(f"no {name}") if name in {"memory", "arena"} else error
             return what
+
+        def mapped(*args, closed=closed, **more):
+            return replace(mapped_arena(*args, **more), close=lambda: closed.append("arena"))
 
         def part(closed=closed, **more):
             return SimpleNamespace(close=lambda: closed.append(more["name"]), **more)
@@ -65,15 +94,19 @@ def _rank(rank: int, folder: str) -> None:
             name="fused", settings=SimpleNamespace(use_multicast=True), device="cuda", num_sms=132, world=2,
             hidden=1024, max_tokens=64, dtype=torch.bfloat16, use=lambda times: None,
         )  # fmt: skip
-        arena, pages = part(name="arena", multicast=7), part(name="pages", multicast=0)
+        pages = part(name="pages", multicast=0)
+        sys.modules[TORCHS] = torchs = _torchs(made)
 
-        def paged(num_bytes, device, of_rank, world, path, *, timeout_s, made=made, pages=pages):
+        def paged(
+            num_bytes, device, of_rank, world, path, *, timeout_s, made=made, pages=pages, torchs=torchs
+        ):
+            assert not any(one() is not None for one in torchs.memory), "torch's is given back before"
             assert (of_rank, world, path.stat().st_mode & 0o777) == (rank, 2, 0o700)
             folders.add(str(path))
             return made("pages", pages)
 
         weave_open.page_arena = paged
-        weave_open.torch_arena = lambda *_, made=made, arena=arena, **__: made("arena", arena)
+        weave_open.mapped_arena = mapped
         weave_open.CudaFused = lambda *_, made=made, fused=fused: made("fused", fused)
         weave_open.calibration_rows = lambda _, made=made: made("rows", None)
         weave_open.calibrate = lambda *_, made=made: made("calibrate", TIMES)
@@ -95,6 +128,7 @@ def _rank(rank: int, folder: str) -> None:
     assert not any(Path(found).exists() for found in folders)
     by_pages = [line for line in lines if "pages of their own" in line]
     assert len(by_pages) == (NUM_BY_PAGES if rank == 0 else 0), lines
+    assert rank or by_pages[0].endswith("cannot be had: rank 1: no symmetric memory: no memory"), by_pages
     _says_why_the_second_cannot(rank, Path(folder))
     dist.destroy_process_group()
 

@@ -223,7 +223,7 @@ def test_the_switch_is_used_where_it_is_asked_for_and_the_machine_gives_its_addr
     """On GPUs, whose memory and kernels stand-ins are here."""
     seen: dict[str, object] = {}
 
-    def arena(num_bytes, device, group, *, use_multicast):
+    def arena(own, group, *, use_multicast):
         seen["asks torch"] = use_multicast
         return SimpleNamespace(multicast=given if use_multicast else 0, close=lambda: None)
 
@@ -233,7 +233,8 @@ def test_the_switch_is_used_where_it_is_asked_for_and_the_machine_gives_its_addr
 
     group = SimpleNamespace(device_group=None, cpu_group=None, rank_in_group=0)
     monkeypatch.setattr(weave_open, "get_tp_group", lambda: group)
-    monkeypatch.setattr(weave_open, "torch_arena", arena)
+    monkeypatch.setattr(weave_open, "torch_memory", lambda num_bytes, device: None)
+    monkeypatch.setattr(weave_open, "mapped_arena", arena)
     monkeypatch.setattr(weave_open, "CudaFused", fused)
     monkeypatch.setattr(weave_open, "everybody_has", lambda multicast, _: multicast != 0)
     monkeypatch.setattr(weave_open, "links_between", lambda device, _: "")

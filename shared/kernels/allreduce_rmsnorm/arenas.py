@@ -40,15 +40,25 @@ def local_arenas(world: int, num_bytes: int, device: torch.device) -> list[Arena
     return [Arena(one, bases, 0, _nothing) for one in made]
 
 
-def torch_arena(
-    num_bytes: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    use_multicast: bool = False,
-) -> Arena:
-    """torch's symmetric memory: one rank a process and GPU.
+def torch_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes] of torch's symmetric memory, for mapped_arena(). This rank's alone: no other is waited for.
 
+    Raises: FusedUnavailable when there is none to be had.
+    """
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    try:
+        return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise FusedUnavailable(f"no symmetric memory: {error}") from error
+
+
+def mapped_arena(
+    own: torch.Tensor, group: dist.ProcessGroup | None = None, *, use_multicast: bool = False
+) -> Arena:
+    """This rank's torch_memory(), zeroed, and everybody's, mapped here.
+
+    All ranks call it, and only once all have theirs: each waits for the others. Afterwards they meet once more by
+    themselves before the first call, because zeros are written here and flags there.
     Multicast is touched neither here nor by torch when TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is in the environment.
     Raises: FusedUnavailable when the GPUs cannot map each other's memory.
     """
@@ -56,13 +66,11 @@ def torch_arena(
     group = group or dist.group.WORLD
     assert group is not None
     try:
-        own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(own, group.group_name)
     except RuntimeError as error:
         raise FusedUnavailable(f"no symmetric memory: {error}") from error
     own.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
+    torch.cuda.synchronize(own.device)
     multicast = int(handle.multicast_ptr) if use_multicast else 0
     shift = own.data_ptr() - int(
         handle.buffer_ptrs[dist.get_rank(group)]
@@ -74,6 +82,17 @@ def torch_arena(
         handle = None
 
     return Arena(own, bases, multicast, close)
+
+
+def torch_arena(num_bytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Arena:
+    """Both of torch's symmetric memory, ready for the first call: one rank a process and GPU; for benches and tests.
+
+    A rank that raises stays away from the others, who wait for it: who serves asks first whether all have memory.
+    Raises: FusedUnavailable.
+    """
+    arena = mapped_arena(torch_memory(num_bytes, device), group)
+    dist.barrier(group)
+    return arena
 
 
 def rows_view(arena: Arena, offset: int, num_tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
