@@ -11,6 +11,7 @@ mempool may have the rest. It ends when its worker does.
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -35,6 +36,11 @@ REQUEST_TOKENS = 256  # at least what a decode request's cache holds: 16 tokens,
 SPARE_TOKENS = 64  # of a request, behind its prompt
 LEAST_UTILIZATION = 0.01  # vLLM refuses to start where less than that is free
 SPARE_SHARE = 8  # one of so many tokens more
+# What vLLM takes a model's context from: the least of those that a config has.
+CONTEXT_FIELDS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
 
 
 # What a short engine is told otherwise: its size, no prompt found again in another mode's turn, no page of a mempool's.
@@ -68,18 +74,39 @@ def probe_arguments(kind: str, settings: WorkerSettings, model: Path, longest: i
     }  # fmt: skip
 
 
-def probe_model(folder: Path, model_dir: Path, dtype: str) -> Path:
-    """The same shape with fewer layers, without weights."""
+def probe_model(folder: Path, model_dir: Path, dtype: str, longest: int) -> Path:
+    """The same shape with fewer layers, without weights, whose context holds a prompt of `longest` tokens."""
     config = json.loads((model_dir / "config.json").read_text())
     config["num_hidden_layers"] = min(LAYERS, config["num_hidden_layers"])
     for name in ("layer_types", "max_window_layers"):
         config.pop(name, None)
     if dtype != "auto":
         config["torch_dtype"] = dtype
+    _hold(config, longest + SPARE_TOKENS)
     made = folder / "model"
     made.mkdir()
     (made / "config.json").write_text(json.dumps(config))
     return made
+
+
+def _hold(config: dict[str, Any], tokens: int) -> None:
+    """Raises the context to so many tokens: a step of several requests may be longer than one request of the model may.
+
+    Times do not tell the difference: weights are random, and positions look rows up in a longer table.
+    """
+    config["max_position_embeddings"] = config.get("max_position_embeddings") or tokens
+    for name in CONTEXT_FIELDS:
+        if config.get(name) is not None:
+            config[name] = max(config[name], tokens)
+    for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
+        if not rope or "yarn" not in (rope.get("rope_type"), rope.get("type")):
+            continue  # others' original length is no bound of the context
+        least = math.ceil(tokens / (rope.get("factor") or 1.0))
+        for place in (config, rope):
+            if place.get("original_max_position_embeddings"):
+                place["original_max_position_embeddings"] = max(
+                    place["original_max_position_embeddings"], least
+                )
 
 
 def prompt_sizes(max_tokens: int) -> list[int]:
@@ -153,8 +180,9 @@ def main(argv: list[str]) -> int:
     preload_architecture(settings.model_dir)
     prompts = prompt_sizes(settings.max_num_batched_tokens)
     with tempfile.TemporaryDirectory(prefix="quire-probe-") as name:
-        model = probe_model(Path(name), Path(settings.model_dir), settings.dtype)
-        arguments = probe_arguments(options.kind, settings, model, max(prompts, default=LEAST_PROMPT_TOKENS))
+        longest = max(prompts, default=LEAST_PROMPT_TOKENS)
+        model = probe_model(Path(name), Path(settings.model_dir), settings.dtype, longest)
+        arguments = probe_arguments(options.kind, settings, model, longest)
         engine = MeasuredEngine(options.kind, arguments, settings.device)
         batches = [batch for batch in BATCHES if batch <= settings.max_num_seqs]
         found = measured(engine, prompts, batches)

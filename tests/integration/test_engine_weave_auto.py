@@ -204,14 +204,18 @@ def on_gpus(monkeypatch):
         monkeypatch.setattr(module, "current_platform", TwoGpus())
 
 
-def probe(tmp_path, monkeypatch, kind, settings):
-    """(arguments, environment) of the short engine that auto_choice() starts, as its own process would have them."""
+def probe(tmp_path, monkeypatch, kind, settings, look=lambda arguments: None):
+    """(arguments, environment) of the short engine that auto_choice() starts, as its own process would have them.
+
+    `look` is called with the arguments while the model that they name is there.
+    """
     found = SimpleNamespace(arguments={}, environment={}, parents=[])
 
     class Measured:
         def __init__(self, *, worker_extension_cls, skip_tokenizer_init, **arguments):
             own = {"worker_extension_cls": worker_extension_cls, "skip_tokenizer_init": skip_tokenizer_init}
             found.arguments, found.environment = own | arguments, dict(os.environ)
+            look(own | arguments)
             raise KeyboardInterrupt
 
     class Popen:
@@ -308,6 +312,41 @@ def test_the_short_woven_engine_is_told_what_a_woven_engine_is_told(tmp_path, mo
     }
     assert other <= weave_probe.OWN_ARGUMENTS
     assert told["worker_cls"] == "shared.engine.weave_worker_gpu.WeaveGPUWorker"
+
+
+FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+}  # fmt: skip
+LONG = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        *((name, {}) for name in FAMILIES),
+        ("llama", {"model_max_length": 2048, "max_sequence_length": 2048}),
+        ("llama", {"max_position_embeddings": None}),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 683}}),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+                   "original_max_position_embeddings": 512}),
+        ("llama", {"rope_scaling": LONG, "original_max_position_embeddings": 1024}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("context", "batched"), [(2048, 2048), (4096, 8192), (8192, 8192), (2048, 131_072)])
+def test_steps_that_are_longer_than_the_models_context_are_measured(
+    tmp_path, monkeypatch, on_gpus, model_type, more, context, batched
+):
+    architectures = [f"{FAMILIES[model_type]}ForCausalLM"]
+    shape = {"architectures": architectures, "model_type": model_type, "vocab_size": 1000,
+             "intermediate_size": 2048, "max_position_embeddings": context}  # fmt: skip
+    settings = made(tmp_path, SHAPE | shape | more, device="cuda", max_num_batched_tokens=batched)
+    lengths = []
+
+    def look(told):
+        lengths.append(EngineArgs(**told).create_model_config().max_model_len)  # refused where it is too long
+
+    probe(tmp_path, monkeypatch, "stock", settings, look)
+    assert lengths == [min(batched, weave_probe.MOST_PROMPT_TOKENS) + weave_probe.SPARE_TOKENS]
 
 
 def test_a_short_engine_is_of_its_workers_session_and_ends_when_that_is_killed(tmp_path):
