@@ -88,7 +88,8 @@ class TreePublishers:
         if audience.is_dram:
             row = f"{IS_DRAM} "
         else:
-            row = f"{self._owner(audience.behind) if audience.behind else NONE_BEHIND} {pack_audience(audience.media)}"
+            named = pack_audience(audience.media, audience.remembered)
+            row = f"{self._owner(audience.behind) if audience.behind else NONE_BEHIND} {named}"
         watch = self._watches.get(number)
         if watch is not None:
             watch.publisher.set_row(row)

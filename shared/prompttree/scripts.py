@@ -17,7 +17,8 @@ leave a space leaves first and go there, so the two together hold prefixes, whil
 their heads: the look-up goes on in it from where the space ends.
 
 An engine that works in the pages of a space holds nothing that the space does not: once the space's row names it as
-"hbm", its own tree is *covered*, and withdrawn. Should the space's entries end, the engine publishes its own again.
+"hbm", its own tree is *covered*, and withdrawn. Should the space's entries end, or only remember it (hits.py), the
+engine publishes its own again.
 
 Block hashes are chained over the prefix and seeded by the model's fingerprint and the tenant's salt, so one
 flat space serves all models and tenants. 16 of their 32 bytes are kept: hits are hints, and bytes of KV are
@@ -69,7 +70,7 @@ local function check(owner, epoch, tag)
 end
 """
 
-# Whether a space speaks for an engine. The separator is hits.py's.
+# Whether a space speaks for an engine: one that is attached there now. The separator and the letter are hits.py's.
 _COVERED = """
 local function covered(owner)
   if ARGV[1] ~= 'owners' then return false end
@@ -92,7 +93,9 @@ end
 """
 
 # ARGV: concatenated short hashes, first block first.
-# Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, audience, ...}, version
+# Reply: {instance, depth, instance, depth, ...}, {depth in the space, with what is behind it, audience, ...}, version,
+# audience of all: everybody in any row, engines in theirs, told only where an audience before remembers somebody (such
+# begin with a capital), who may live elsewhere, in a row that has nothing of the prompt.
 # What an owner holds is closed under prefixes (leaves are evicted first), so the deepest block is found by
 # steps that grow and halving: by 16, as those that double take as many commands as the halving behind them. (SMISMEMBER
 # of several blocks takes longer: what Lua makes of its words and its reply costs more than the commands saved.) Owners
@@ -138,17 +141,16 @@ local function deepest(key, guess)
   return last(key, low, high)
 end
 local engines, spaces, guess = {}, {}, 0
-local rows = call('HGETALL', 'quire:pt:owners')
-for r = 1, #rows, 2 do
-  local low = deepest('quire:pt:held:' .. rows[r] .. ':' .. sub(rows[r + 1], 1, 16), guess)
+local owners, rows = call('HGETALL', 'quire:pt:owners'), call('HGETALL', 'quire:pt:spaces')
+for r = 1, #owners, 2 do
+  local low = deepest('quire:pt:held:' .. owners[r] .. ':' .. sub(owners[r + 1], 1, 16), guess)
   if low > 0 then
-    engines[#engines + 1] = rows[r]
+    engines[#engines + 1] = owners[r]
     engines[#engines + 1] = low
     guess = low
   end
 end
-rows = call('HGETALL', 'quire:pt:spaces')
-local keys, beyond = {}, {}
+local keys, beyond, audiences, remembers = {}, {}, {}, false
 for r = 1, #rows, 2 do keys[rows[r]] = held(rows[r], sub(rows[r + 1], 1, 16)) end
 for r = 1, #rows, 2 do
   local behind, audience = string.match(rows[r + 1], '^%x+ %d+ (%S+) (.*)$')
@@ -168,10 +170,17 @@ for r = 1, #rows, 2 do
       spaces[#spaces + 1] = own
       spaces[#spaces + 1] = all
       spaces[#spaces + 1] = audience
+      remembers = remembers or string.find(audience, '^[HD]')
     end
+    audiences[#audiences + 1] = audience
   end
 end
-return {engines, spaces, tonumber(call('GET', VERSION) or 0)}
+local everybody = ''
+if remembers then
+  for r = 1, #owners, 2 do audiences[#audiences + 1] = 'h' .. owners[r] end
+  everybody = table.concat(audiences, '\\31')
+end
+return {engines, spaces, tonumber(call('GET', VERSION) or 0), everybody}
 """
 )
 

@@ -4,11 +4,16 @@ import asyncio
 
 import pytest
 
+from services.mempool.tree import TreePublishers
 from shared.ids import InstanceId
 from shared.prompttree.client import PromptTreeClient
+from shared.prompttree.publisher import PromptTreePublisher
 from shared.wire.placement import PrefixHit
 from tests.integration.mempool_rig import EngineProcess, MempoolProcess, PatientClient, chain
-from tests.support.control_plane import until_async
+from tests.support.control_plane import until, until_async
+from tests.unit.test_mempool_dram import ABCD, spaces, two_prompts
+from tests.unit.test_mempool_spaces import PREFILL
+from tests.unit.test_mempool_tree import leaves
 
 BLOCK_TOKENS = 4
 
@@ -61,6 +66,28 @@ async def test_blocks_are_found_while_their_engine_lives_after_its_death_and_unt
     await client.close()
     assert mempool.terminate() == 0
     await found_soon(tree, prompt, [])
+
+
+async def test_an_instance_that_lives_on_another_host_has_what_it_publishes_and_not_what_it_left(
+    tree, redis, opened
+):
+    name, rig, own = InstanceId(f"i{PREFILL}"), spaces(), chain("own", "too")
+    two_prompts(rig)
+    old_host = TreePublishers(redis.url, "m", "here:1", rig.core)
+    opened.append(old_host)
+    old_host.open()
+    left = [PrefixHit(name, 4 * BLOCK_TOKENS)]
+    await found_soon(tree, ABCD, left)
+    leaves(rig)
+    elsewhere = PromptTreePublisher(redis.url, owner=name, epoch=7, row="prefill", ttl_s=30, beat_ms=100)
+    opened.append(elsewhere)
+    elsewhere.stored(own)
+    elsewhere.open()
+    await until(lambda: elsewhere.in_sync and not elsewhere.covered)
+    assert await tree.lookup(own, BLOCK_TOKENS) == [PrefixHit(name, 2 * BLOCK_TOKENS)]
+    assert await tree.lookup(ABCD, BLOCK_TOKENS) == []
+    await elsewhere.close()
+    await found_soon(tree, ABCD, left)  # what is left is fetched under its name
 
 
 async def test_a_wiped_redis_learns_again_what_the_spaces_hold(mempool, tree, redis):

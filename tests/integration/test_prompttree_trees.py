@@ -188,6 +188,27 @@ async def test_an_engine_publishes_again_when_the_space_is_gone_and_under_its_ep
     assert await client.lookup(prompt, 1) == [PrefixHit("p0", 12)]
 
 
+@pytest.mark.parametrize("where", ["without a mempool", "in another space's pages", "beside another space"])
+async def test_an_old_hosts_space_speaks_no_more_for_an_instance_that_lives_elsewhere(redis, opened, where):
+    client = await make_client(redis.url, opened)
+    old, own, beat = chain(8), chain(5, "own"), {"ttl_s": 30, "beat_ms": 100}
+    row = f"{NONE_BEHIND} {pack_audience({'x': 'hbm', 'y': 'hbm'}, {'x'})}"
+    await publish(redis, opened, "host-a/0", old, row, table=SPACES, **beat)
+    assert set(await client.lookup(old, 1)) == {PrefixHit("x", 8), PrefixHit("y", 8)}, "who left is found"
+    if where != "without a mempool":
+        medium = "hbm" if where == "in another space's pages" else "dram"
+        other = f"{NONE_BEHIND} {pack_audience({'x': medium})}"
+        await publish(redis, opened, "host-b/0", [], other, table=SPACES, **beat)
+    x = await publish(redis, opened, "x", own, **beat)
+    assert await client.lookup(old, 1) == [PrefixHit("y", 8)]
+    if where != "in another space's pages":
+        assert not x.covered
+        assert await client.lookup(own, 1) == [PrefixHit("x", 5)]
+    await x.close()
+    if where == "without a mempool":
+        assert set(await client.lookup(old, 1)) == {PrefixHit("x", 8), PrefixHit("y", 8)}
+
+
 async def test_a_row_is_changed_without_a_new_publication(redis, opened):
     client = await make_client(redis.url, opened)
     prompt = chain(4)

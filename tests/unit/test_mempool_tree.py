@@ -11,6 +11,8 @@ from tests.unit.mempool_harness import Harness, chain
 from tests.unit.test_mempool_dram import ABCD, WXYZ, number_of_dram, spaces, two_prompts, unpin
 from tests.unit.test_mempool_spaces import DECODE, PREFILL, Spaces, acquire
 
+X = InstanceId(f"i{PREFILL}")
+
 
 class Watch:
     """Radix Watch that keeps what it was told."""
@@ -106,10 +108,27 @@ def test_a_space_outlives_its_engine_and_stays_in_its_instances_reach():
     watch = Watch(rig.core.pools[0])
     two_prompts(rig)
     before = rig.core.audience.now()[0]
-    rig.run(rig.core.on_closed(PREFILL, rig.now_ms))
-    rig.run(rig.core.on_process_dead(PREFILL, rig.now_ms))
+    leaves(rig)
     assert watch.told == {*ABCD, *WXYZ}
-    assert rig.core.audience.now()[0] == before
+    after = rig.core.audience.now()[0]
+    assert (after.media, after.behind) == (before.media, before.behind)
+
+
+def leaves(rig):
+    for connection in (PREFILL, 100 + PREFILL):
+        rig.run(rig.core.on_closed(connection, rig.now_ms))
+    rig.run(rig.core.on_process_dead(PREFILL, rig.now_ms))
+
+
+def test_an_engine_that_left_is_remembered_until_it_attaches_again():
+    rig = spaces()
+    assert rig.core.audience.now()[0].remembered == set()
+    leaves(rig)
+    assert rig.core.audience.now()[0].media == {X: "hbm"}
+    assert rig.core.audience.now()[0].remembered == {X}
+    rig.worker(PREFILL, "cpu:0")
+    assert X in rig.core.audience.now()[0].media
+    assert rig.core.audience.now()[0].remembered == set()
 
 
 async def test_the_entries_of_a_space_that_has_ended_are_withdrawn(monkeypatch):

@@ -20,8 +20,8 @@ def chain(*numbers):
     return out
 
 
-def reply(engines=(), spaces=(), version=0):
-    return [list(engines), list(spaces), version]
+def reply(engines=(), spaces=(), version=0, everybody=b""):
+    return [list(engines), list(spaces), version, everybody]
 
 
 def test_an_engines_own_blocks_are_hbm_and_what_lies_behind_its_space_dram():
@@ -43,6 +43,27 @@ def test_the_deepest_of_several_sources_counts():
     assert as_hits(found.items(), 1) == [PrefixHit("p0", 6)]
 
 
+def test_a_remembered_instance_counts_unless_it_lives_elsewhere():
+    audience = pack_audience({"p0": "hbm", "d0": "dram", "y": "hbm"}, {"p0", "d0"}).encode()
+    for everybody, wanted in (
+        ([audience], {"p0": Depths(5, 9), "d0": Depths(0, 9), "y": Depths(5, 9)}),
+        ([audience, b"hp0"], {"d0": Depths(0, 9), "y": Depths(5, 9)}),
+        ([audience, pack_audience({"d0": "dram"}).encode()], {"p0": Depths(5, 9), "y": Depths(5, 9)}),
+        ([audience, audience, b""], {"p0": Depths(5, 9), "d0": Depths(0, 9), "y": Depths(5, 9)}),
+    ):
+        assert parse_reply(reply([], [5, 9, audience], 0, b"\x1f".join(everybody)))[0] == wanted
+
+
+def test_rows_of_and_for_earlier_versions_have_their_letters():
+    """They take `h` for an instance's own pages, and any other letter for memory a copy away."""
+    assert pack_audience({"x": "hbm", "y": "dram"}) == "dy\x1fhx"
+    assert pack_audience({"x": "hbm", "y": "dram"}, {"x", "y"}) == "Dy\x1fHx"
+    assert parse_reply(reply([], [5, 9, b"hx\x1fdy"], 0, b"hx"))[0] == {
+        "x": Depths(5, 9),
+        "y": Depths(0, 9),
+    }
+
+
 def test_a_space_without_instances_and_one_with_odd_names_are_no_hits():
     assert pack_audience({"a\x1fb": "hbm"}) == ""
     assert parse_reply(reply([], [3, 3, b""])) == ({}, 0)
@@ -50,7 +71,11 @@ def test_a_space_without_instances_and_one_with_odd_names_are_no_hits():
 
 @pytest.mark.parametrize(
     "wrong",
-    [None, [], [1, 2, 3], [[], []], [[b"p0"], [], 0], [[], [1, 2], 0], [[], [1, 2, 3], 0], [[], [], b""]],
+    [
+        *(None, [], [1, 2, 3, b""], [[], [], 0]),
+        *([*parts, b""] for parts in ([[b"p0"], [], 0], [[], [1, 2], 0], [[], [1, 2, 3], 0], [[], [], b""])),
+        *([[], [], 0, 1], [[], [], 0, [b"hx"]]),
+    ],
 )
 def test_a_reply_that_no_script_makes_is_refused(wrong):
     with pytest.raises((TypeError, ValueError)):

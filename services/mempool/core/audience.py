@@ -2,7 +2,8 @@
 
 An engine that works in the pages of its space has them as its own; one that copies has them one copy away, as every
 engine has what lies in host memory behind its space. A space outlives its engines: it keeps the instances that were
-there, because the next process of an instance begins in the space of the last one.
+there, because the next process of an instance begins in the space of the last one, and others fetch under its name what
+it left. They are told as *remembered*, since an instance may come back on another host, and this mempool never hears.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,13 @@ MAX_INSTANCES = 1_024  # of one space, the ones that came last
 
 @dataclass(frozen=True, slots=True)
 class SpaceAudience:
-    """`behind`: number of the space of host memory behind this one, 0 without; is_dram: it is such memory itself."""
+    """`behind`: number of the space of host memory behind this one, 0 without; is_dram: it is such memory itself;
+    `remembered`: whose engines are not attached now."""
 
     media: dict[InstanceId, Medium]
     behind: int = 0
     is_dram: bool = False
+    remembered: frozenset[InstanceId] = frozenset()
 
 
 @dataclass(slots=True)
@@ -39,12 +42,14 @@ class Audience:
         """Of every space that has memory, by its number. Cost: a step for each engine and instance."""
         for number in self._media.keys() - self._pools.keys():  # it is over
             del self._media[number]
+        attached: dict[int, set[InstanceId]] = {}
         for number, pool in self._pools.items():
-            media = self._media.setdefault(number, {})
+            media, here = self._media.setdefault(number, {}), attached.setdefault(number, set())
             engines = pool.memory.engines.attached.values() if pool.memory is not None else ()
             for engine in engines:
                 media.pop(engine.instance, None)
                 media[engine.instance] = "hbm" if engine.works_in_pages else "dram"
+                here.add(engine.instance)
             while len(media) > MAX_INSTANCES:
                 del media[next(iter(media))]
         for instance, number in self._space_of.items():  # of an earlier mempool, or in another space by now
@@ -55,11 +60,15 @@ class Audience:
         for number, pool in self._pools.items():
             if isinstance(pool, LoanPool):  # one copy away from whom the pages are lent to
                 self._media[number] = dict.fromkeys(self._media[pool.consumer.number], "dram")
+                attached[number] = attached[pool.consumer.number]
         return {
-            number: SpaceAudience(dict(self._media[number]), self._behind(number), pool.is_dram)
+            number: SpaceAudience(
+                media := dict(self._media[number]), self._behind(number), pool.is_dram,
+                frozenset(media.keys() - attached[number]),
+            )
             for number, pool in self._pools.items()
             if pool.memory is not None
-        }
+        }  # fmt: skip
 
     def _behind(self, number: int) -> int:
         tiers = self._dram.tiers.get(number)
