@@ -18,6 +18,7 @@ from shared.background_task import begin_task
 from shared.prompttree.hits import pack_audience
 from shared.prompttree.publisher import PromptTreePublisher
 from shared.prompttree.scripts import IS_DRAM, NONE_BEHIND, SPACES
+from shared.transport.clock import MonotonicClock
 
 REFRESH_S = 0.5  # so late a new space, or an instance that comes to one, is told
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -51,6 +52,7 @@ class TreePublishers:
         self._redis_url = redis_url
         self._name = quote(f"{instance}@{peer_listen or _BOOT_ID.read_text().strip()}", safe="@:/[]")
         self._mempool = mempool
+        self._clock = MonotonicClock()
         self._watches: dict[int, SpaceWatch] = {}  # by number of the space
         self._task: asyncio.Task[None] | None = None
 
@@ -77,7 +79,7 @@ class TreePublishers:
 
     async def _run(self) -> None:
         while True:
-            now = self._mempool.audience.now()
+            now = self._mempool.audience.now(self._clock.now_ms())
             for number, audience in now.items():
                 self._refresh(number, audience)
             for number in self._watches.keys() - now.keys():  # it has ended

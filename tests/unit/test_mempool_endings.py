@@ -366,4 +366,6 @@ def test_a_lender_stays_while_something_of_it_is_lent_and_its_loans_pages_end_wi
     assert rig.core.lending.num_moved(shelf.consumer) == moved, "what was moved stays counted"
     assert rig.read(ABCD) == "abcd"
     rig.core.decide_market(rig.now_ms)
-    assert set(rig.core.audience.now()) == {n for n, p in rig.core.pools.items() if p.memory is not None}
+    assert set(rig.core.audience.now(rig.now_ms)) == {
+        n for n, p in rig.core.pools.items() if p.memory is not None
+    }

@@ -350,7 +350,7 @@ def test_a_failed_copy_into_a_lent_page_keeps_it_until_nothing_can_write_there()
 def test_lent_pages_are_told_of_as_one_copy_away_from_the_consumer_alone():
     rig = Market()
     rig.lend(1)
-    audience = rig.core.audience.now()
+    audience = rig.core.audience.now(rig.now_ms)
     (number,) = [n for n, pool in rig.core.pools.items() if pool.memory and pool.memory.is_loan]
     assert audience[number].media == {InstanceId(f"i{PREFILL}"): "dram"}
     assert not audience[number].is_dram

@@ -82,12 +82,12 @@ def test_a_space_is_in_reach_of_its_engines_and_says_what_lies_behind_it():
     rig = spaces()
     dram = number_of_dram(rig)
     prefill, decode = InstanceId(f"i{PREFILL}"), InstanceId(f"i{DECODE}")
-    first = rig.core.audience.now()
+    first = rig.core.audience.now(rig.now_ms)
     assert (first[0].behind, first[0].is_dram) == (dram, False)
     assert (first[dram].behind, first[dram].is_dram, first[dram].media) == (0, True, {})
     assert set(first[0].media) == {prefill}
     rig.worker(DECODE, "cpu:1")
-    second = rig.core.audience.now()
+    second = rig.core.audience.now(rig.now_ms)
     (other,) = set(second) - set(first)
     assert set(second[other].media) == {decode}
     assert second[other].behind == dram
@@ -98,19 +98,19 @@ def test_engines_that_work_in_the_pages_have_them_as_their_own_and_copying_ones_
     rig = spaces()
     engine = rig.core.pools[0].memory.engines.of_instance(InstanceId(f"i{PREFILL}"))[0]
     engine.works_in_pages = True
-    assert rig.core.audience.now()[0].media == {engine.instance: "hbm"}
+    assert rig.core.audience.now(rig.now_ms)[0].media == {engine.instance: "hbm"}
     engine.works_in_pages = False
-    assert rig.core.audience.now()[0].media == {engine.instance: "dram"}
+    assert rig.core.audience.now(rig.now_ms)[0].media == {engine.instance: "dram"}
 
 
 def test_a_space_outlives_its_engine_and_stays_in_its_instances_reach():
     rig = spaces()
     watch = Watch(rig.core.pools[0])
     two_prompts(rig)
-    before = rig.core.audience.now()[0]
+    before = rig.core.audience.now(rig.now_ms)[0]
     leaves(rig)
     assert watch.told == {*ABCD, *WXYZ}
-    after = rig.core.audience.now()[0]
+    after = rig.core.audience.now(rig.now_ms)[0]
     assert (after.media, after.behind) == (before.media, before.behind)
 
 
@@ -122,13 +122,30 @@ def leaves(rig):
 
 def test_an_engine_that_left_is_remembered_until_it_attaches_again():
     rig = spaces()
-    assert rig.core.audience.now()[0].remembered == set()
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == set()
     leaves(rig)
-    assert rig.core.audience.now()[0].media == {X: "hbm"}
-    assert rig.core.audience.now()[0].remembered == {X}
+    assert rig.core.audience.now(rig.now_ms)[0].media == {X: "hbm"}
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == {X}
     rig.worker(PREFILL, "cpu:0")
-    assert X in rig.core.audience.now()[0].media
-    assert rig.core.audience.now()[0].remembered == set()
+    assert X in rig.core.audience.now(rig.now_ms)[0].media
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == set()
+
+
+def test_who_left_is_forgotten_when_a_deserted_space_would_be_also_where_others_work_on():
+    rig = spaces(space_idle_ms=60_000)
+    rig.worker(DECODE, "cpu:0")
+    others = InstanceId(f"i{DECODE}")
+    assert set(rig.core.audience.now(rig.now_ms)[0].media) == {X, others}
+    leaves(rig)
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == {X}
+    rig.advance(59_999)
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == {X}
+    rig.advance(1)
+    assert set(rig.core.audience.now(rig.now_ms)[0].media) == {others}
+    rig.worker(PREFILL, "cpu:0")
+    assert set(rig.core.audience.now(rig.now_ms)[0].media) == {X, others}
+    leaves(rig)
+    assert rig.core.audience.now(rig.now_ms)[0].remembered == {X}, "time begins anew"
 
 
 async def test_the_entries_of_a_space_that_has_ended_are_withdrawn(monkeypatch):

@@ -4,6 +4,7 @@ An engine that works in the pages of its space has them as its own; one that cop
 engine has what lies in host memory behind its space. A space outlives its engines: it keeps the instances that were
 there, because the next process of an instance begins in the space of the last one, and others fetch under its name what
 it left. They are told as *remembered*, since an instance may come back on another host, and this mempool never hears.
+Who has not come for as long as a deserted space keeps its blocks is forgotten.
 """
 
 from collections.abc import Mapping
@@ -31,14 +32,16 @@ class SpaceAudience:
 
 @dataclass(slots=True)
 class Audience:
-    """Of one mempool: views of its spaces. Remembers instances whose engines are gone."""
+    """Of one mempool: views of its spaces. Remembers instances whose engines are gone, for `_idle_ms`; 0: for ever."""
 
     _pools: Mapping[int, Pool]
     _space_of: Mapping[InstanceId, int]
     _dram: Dram
+    _idle_ms: int
     _media: dict[int, dict[InstanceId, Medium]] = field(default_factory=dict)  # by number of the space
+    _left_ms: dict[InstanceId, int] = field(default_factory=dict)  # seen without its engine first then
 
-    def now(self) -> dict[int, SpaceAudience]:
+    def now(self, now_ms: int) -> dict[int, SpaceAudience]:
         """Of every space that has memory, by its number. Cost: a step for each engine and instance."""
         for number in self._media.keys() - self._pools.keys():  # it is over
             del self._media[number]
@@ -56,7 +59,14 @@ class Audience:
             for other, media in self._media.items():
                 if other != number:
                     media.pop(instance, None)
-            self._media[number].setdefault(instance, "dram")
+            if instance in attached[number]:
+                self._left_ms.pop(instance, None)
+            elif 0 < self._idle_ms <= now_ms - self._left_ms.setdefault(instance, now_ms):
+                self._media[number].pop(instance, None)
+            else:
+                self._media[number].setdefault(instance, "dram")
+        for instance in self._left_ms.keys() - self._space_of.keys():  # its space is over
+            del self._left_ms[instance]
         for number, pool in self._pools.items():
             if isinstance(pool, LoanPool):  # one copy away from whom the pages are lent to
                 self._media[number] = dict.fromkeys(self._media[pool.consumer.number], "dram")

@@ -67,7 +67,7 @@ class Mempool(FromOutside):
         self.lending.on_wanted_back = self._leave_loan
         self.lending.num_read, self.lending.on_overdue = self.swaps.far.num_at, self.swaps.far.end_readers
         self.pulls.distance = self.lending.distance
-        self.audience = Audience(self.pools, self._space_of, self.dram)
+        self.audience = Audience(self.pools, self._space_of, self.dram, limits.space_idle_ms)
         landing = self.dram.landing
         self._reach = Reach(self._clients, lambda name: self.pools[self.space_of(name)], landing)
         self.remote = Remote(limits, self._bring, landing, self.pulls.reachable, self.counters)
