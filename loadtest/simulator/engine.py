@@ -111,7 +111,7 @@ class Engine:
         task.goal_tokens = request.prompt_tokens
         if task.stage != "decode":
             self._unfinished[task.name] = request.prompt_tokens, task.hinted_tokens
-            self._arrived.append(task.key)
+        self._arrived.append(task.key)
         self._waiting.append(task)
         self.wake()
         return True

@@ -163,6 +163,50 @@ def test_what_has_arrived_is_counted_by_its_worker_alone():
     assert d0.view(now_ms=20_000).room_blocks == 90, "placements whose end was never told stop counting"
 
 
+def _sixty_that_run(case):
+    """60 requests run on d0 and take its pages: by whom the scheduler knows them, if at all."""
+    limits, cost = PlacementLimits(room_wait_ms=WAIT_MS), CostSettings(disaggregation="always")
+    made = Placer(Instances(), "least_load", "boot", limits, cost)
+    for name in ("p0", "d0"):
+        made.instances.hello(hello(name, role=_role(name), max_running=256), now_ms=0)
+    num_choices = 4 if case == "four choices each" else 1
+    names = [f"x{n}" for n in range(60 // num_choices)]
+    for name in names if case != "of a scheduler before" else ():
+        made.place(place(name, tokens=32, max_tokens=8, num_choices=num_choices), now_ms=1, gateway="g")
+    came = [(name, 1) for name in names]
+    tell(made, {"d0": Room(1_000, 30, 0, 64)}, 2, seq=2, num_running=60, arrived=came)
+    if case == "their gateway was cut off":
+        made.tick(now_ms=3, gone=["g"])
+    epoch = 1
+    if case == "of a registration before":
+        epoch = 2
+        made.instances.hello(hello("d0", epoch, role="decode", max_running=256), now_ms=3)
+    said = report("d0", epoch, 3, num_running=60, room=Room(1_000, 30, 0, 64), arrived=[])
+    made.instances.report(said, now_ms=4)
+    return made
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "each its own", "four choices each", "of a scheduler before", "of a registration before",
+        "their gateway was cut off",
+    ],
+)  # fmt: skip
+def test_what_is_on_its_way_takes_room_whatever_else_the_worker_counts(case):
+    made = _sixty_that_run(case)
+    d0 = made.instances.get("d0")
+    assert d0.view(now_ms=5).room_blocks == 30
+    answers = [made.place(place(f"r{n}", tokens=320, max_tokens=32), now_ms=5) for n in range(40)]
+    kinds = [type(one) for one in answers]
+    assert kinds == [Placed] * 25 + [Held] * 15, "11 blocks each: 30, and a quarter of all"
+    assert d0.view(now_ms=5).room_blocks == 30 - 25 * 11
+    came = [(f"r{n}", 1) for n in range(24)]
+    said = report("d0", d0.epoch, 4, num_running=84, room=Room(1_000, 30, 264, 64), arrived=came)
+    made.instances.report(said, now_ms=6)
+    assert d0.view(now_ms=6).room_blocks == 30 - 25 * 11, "24 by their worker, one by the scheduler"
+
+
 def test_with_too_many_waiting_the_first_goes_without_room_and_the_last_does_not_overtake():
     made = cluster({"p0": FREE, "d0": Room(100, 0, 40, 64)}, disaggregation="always")
     answers = [made.place(place(f"r{n}", tokens=320, max_tokens=64), now_ms=0) for n in range(6)]

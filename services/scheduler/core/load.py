@@ -64,9 +64,12 @@ class InstanceLoad:
     _unreported: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # prefill and colocated
     _young: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, perhaps not arrived
     _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
+    _coming: set[AttemptKey] = field(default_factory=set)  # of the young: not said to have come
     _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
+    # in the last report: of an earlier scheduler or epoch, whose end was told too early, further choices of a request
+    _num_others: int = 0
     _drained: LoadView | None = (
         None  # the view once the reported queue is worked off, until something changes
     )
@@ -112,6 +115,7 @@ class InstanceLoad:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
         self._drained = None
         self._young[key] = OpenStage(now_ms, 0, context_tokens, need_blocks=need_blocks)
+        self._coming.add(key)
         self._young_context_tokens += context_tokens
 
     def end(self, key: AttemptKey) -> None:
@@ -119,6 +123,7 @@ class InstanceLoad:
         self._drained = None
         self._unreported.pop(key, None)
         self._colocated.pop(key, None)
+        self._coming.discard(key)
         if (young := self._young.pop(key, None)) is not None:
             self._young_context_tokens -= young.context_tokens
         if (old := self._old.pop(key, None)) is not None:
@@ -127,11 +132,13 @@ class InstanceLoad:
     def on_report(self, report: Report, *, now_ms: int) -> None:
         """The worker said how busy it is, and perhaps what has come since its last report.
 
-        Who says that, says it of every prompt once: what is not among them is still on its way, or its pages are.
+        Who says that, says it of every prompt and hand-off once: what is not among them is still on its way, or its
+        pages are.
         """
         self._drained = None
         for key in report.arrived or ():
             self._unreported.pop(key, None)
+            self._coming.discard(key)
         says_all = report.arrived is not None and (self.report is None or report.seq == self.report.seq + 1)
         self.report, self.reported_at_ms = report, now_ms
         patience_ms = self.arrive_ms if says_all else self.transit_ms
@@ -140,6 +147,9 @@ class InstanceLoad:
             if stage.placed_at_ms + patience_ms > now_ms:
                 break
             del self._unreported[key]
+        if report.arrived is not None:
+            come = self._num_whole() + len(self._old) + len(self._young) - len(self._coming)
+            self._num_others = max(0, _num_seen(report) - come)
 
     def view(self, *, now_ms: int) -> LoadView:
         """Best estimate. Cost: O(direct stages placed since the last report) behind a change, else O(1)."""
@@ -164,7 +174,7 @@ class InstanceLoad:
 
     def _view(self) -> LoadView:
         report = self.report
-        seen = max(0, report.num_running) + max(0, report.num_waiting) if report else 0
+        seen = _num_seen(report) if report else 0
         seen_context = max(0, report.running_context_tokens) if report else 0
         prefill = max(0, report.unfinished_prefill_tokens) if report else 0
         context = max(seen_context, min(self._old_context_tokens, seen_context) + self._young_context_tokens)
@@ -180,16 +190,21 @@ class InstanceLoad:
             num_requests if self.only_decodes else self._num_decodes(seen), self._room_blocks(seen),
         )  # fmt: skip
 
+    def _num_whole(self) -> int:
+        """Whole requests that are in the report."""
+        return len(self._colocated) - sum(key in self._colocated for key in self._unreported)
+
     def _room_blocks(self, seen: int) -> int | None:
         """As reported, less what may be needed by what was placed and is not in the report.
 
-        Of hand-offs as many have come as the worker has requests that are no whole ones, the first ones placed first.
+        Of hand-offs as many have come as the worker has requests that are no whole ones, nor others than those placed
+        here, the first ones placed first.
         """
         if self.report is None or self.report.room is None:
             return None
         room = self.report.room
-        whole = len(self._colocated) - sum(key in self._colocated for key in self._unreported)
-        missing = len(self._old) + len(self._young) - max(0, seen - whole)
+        come = max(0, seen - self._num_whole() - self._num_others)
+        missing = len(self._old) + len(self._young) - come
         on_way = sum(stage.need_blocks for stage in islice(reversed(self._young.values()), max(0, missing)))
         on_way += sum(stage.need_blocks for stage in self._unreported.values())
         return max(0, room.free_blocks) - max(0, room.owed_blocks) - on_way
@@ -205,9 +220,9 @@ class InstanceLoad:
 
     def _num_decodes(self, seen: int) -> int:
         """Of an instance that prefills too: what was placed to decode here, as long as the report allows it."""
-        unreported = sum(key in self._colocated for key in self._unreported)
-        arrived = len(self._old) + len(self._colocated) - unreported
-        return min(arrived, seen) + len(self._young) + unreported
+        whole = self._num_whole()
+        unreported = len(self._colocated) - whole
+        return min(len(self._old) + whole, seen) + len(self._young) + unreported
 
     def _next_growth_ms(self) -> float:
         """When _grow_old() has something to do again."""
@@ -236,6 +251,10 @@ class InstanceLoad:
             if placed_at_ms + self.forget_ms > now_ms:
                 break
             self.end(key)
+
+
+def _num_seen(report: Report) -> int:
+    return max(0, report.num_running) + max(0, report.num_waiting)
 
 
 def _tokens_ms(model: CostModel, num_tokens: int) -> float:
