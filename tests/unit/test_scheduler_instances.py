@@ -194,6 +194,42 @@ def test_a_prompt_that_never_comes_to_a_worker_that_says_what_does_stops_countin
         assert one.view(now_ms=now_ms).num_requests == (now_ms < 10_100)
 
 
+@pytest.mark.parametrize(
+    "case", ["each its own", "four choices each", "of a scheduler before", "of a registration before"]
+)
+def test_whatever_runs_at_a_colocated_instance_decodes_there_whoever_placed_it(case):
+    instances = Instances()
+    instances.hello(hello("c0", role="colocated", max_running=256), now_ms=0)
+    names = [f"x{n}" for n in range(15 if case == "four choices each" else 60)]
+    if case != "of a scheduler before":
+        for name in names:
+            more = {"prefill_tokens": 9, "context_tokens": 9, "now_ms": 0, "decodes": True}
+            instances.get("c0").load.add_direct((name, 1), **more)
+    came = [(name, 1) for name in names]
+    instances.report(report("c0", seq=1, num_running=60, arrived=came), now_ms=1)
+    epoch = 1
+    if case == "of a registration before":
+        epoch = 2
+        instances.hello(hello("c0", epoch, role="colocated", max_running=256), now_ms=2)
+    instances.report(report("c0", epoch, 2, num_running=60, arrived=[]), now_ms=3)
+    c0 = instances.get("c0")
+    assert c0.view(now_ms=3).num_decodes == 60
+    c0.load.add_direct(("r", 1), prefill_tokens=9, context_tokens=9, now_ms=4, decodes=True)
+    assert c0.view(now_ms=4).num_decodes == 61
+    instances.report(report("c0", epoch, 3, num_running=61, arrived=[("r", 1)]), now_ms=5)
+    assert c0.view(now_ms=5).num_decodes == 61
+    c0.load.end(("r", 1))
+    assert c0.view(now_ms=6).num_decodes == 60, "an end counts before a report knows of it"
+
+
+def test_prompts_that_leave_a_prefill_instance_are_not_taken_for_decodes():
+    instances = Instances()
+    instances.hello(hello("p0"), now_ms=0)
+    instances.get("p0").load.add_direct(("r", 1), prefill_tokens=9, context_tokens=9, now_ms=0)
+    instances.report(report("p0", seq=1, num_running=5, arrived=[("r", 1)]), now_ms=1)
+    assert instances.get("p0").view(now_ms=1).num_decodes == 0
+
+
 def test_a_decode_stage_counts_once_before_and_after_it_arrives():
     one = load()
     one.on_report(report("d0"), now_ms=0)

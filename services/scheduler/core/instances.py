@@ -82,9 +82,8 @@ class Instance:
     chosen_at: int = 0  # sequence number of its last placement: breaks ties
     draining: bool = False
     dead: bool = False  # said once by tick()
-    model: CostModel | None = (
-        None  # of its coefficients, or of its family's, else its model's, first that sent some
-    )
+    # of its coefficients, or of its family's, else its model's, first that sent some
+    model: CostModel | None = None
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     prefill_said: Fading = field(default_factory=Fading)
@@ -194,6 +193,7 @@ class Instances:
                 max(1, hello.max_batched_tokens),
                 forget_ms=self._forget_ms,
                 only_decodes=hello.role == "decode",
+                only_whole=hello.role == "colocated",
             )
         self._departed.pop(hello.instance, None)
         family_key = hello.description.family_key

@@ -58,6 +58,7 @@ class InstanceLoad:
     arrive_ms: int = 10_000
     forget_ms: int = FORGET_MS
     only_decodes: bool = False  # by its role: what runs here decodes
+    only_whole: bool = False  # by its role: so does what runs here, once its prompt is done
     report: Report | None = None
     reported_at_ms: int = 0
     lent: CostModel | None = None  # by lend()
@@ -219,10 +220,13 @@ class InstanceLoad:
         return self.reported_at_ms + max(0.0, queued_ms) if math.isfinite(queued_ms) else 0.0
 
     def _num_decodes(self, seen: int) -> int:
-        """Of an instance that prefills too: what was placed to decode here, as long as the report allows it."""
+        """Of an instance that prefills too: what was placed to decode here, as long as the report allows it, and where
+        nothing else runs, what the report has beyond that. Elsewhere that may be prompts that leave when they are done.
+        """
         whole = self._num_whole()
         unreported = len(self._colocated) - whole
-        return min(len(self._old) + whole, seen) + len(self._young) + unreported
+        others = self._num_others if self.only_whole else 0
+        return min(len(self._old) + whole, seen) + others + len(self._young) + unreported
 
     def _next_growth_ms(self) -> float:
         """When _grow_old() has something to do again."""
