@@ -77,15 +77,20 @@ class _Slot:
     inward: Copies
     ticket: Ticket
     is_inward: bool = False
+    is_stuck: bool = False  # nobody can say when the copy out of it ends
 
     def step(self, target: CopyEngine) -> bool:
-        """Whether it is empty again. Raises: ClusterError."""
-        if not self.ticket.done():
+        """Whether it is empty again; one that is stuck never is. Raises: ClusterError."""
+        if self.is_stuck or not self.ticket.done():
             return False
         if self.is_inward:
             return True
         self.is_inward = True
-        self.ticket = target.copier.submit(self.inward, Direction.HOST_TO_DEVICE, stream=target.into)
+        try:
+            self.ticket = target.copier.submit(self.inward, Direction.HOST_TO_DEVICE, stream=target.into)
+        except ClusterError as error:
+            self.is_stuck = getattr(error, "running", False)  # and there is no ticket to ask
+            raise
         return False
 
 
