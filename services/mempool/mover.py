@@ -177,21 +177,10 @@ class Mover:
             return
         del self._spaces[space.number]
         self._host_spaces.discard(space.number)
-        mapped, on_removed = space.mapped, space.on_removed
-        if mapped is None:
-            on_removed()
-            return
-
-        def unmap() -> None:
-            self._paths.remove(mapped.number)
-            with contextlib.suppress(RuntimeError):  # close() came first, and unmaps everything
-                self._background.submit(close)
-
-        def close() -> None:
-            self._mapper.unmap(mapped)
-            self._tell(on_removed)
-
-        self._thread.post(unmap)
+        if space.mapped is None:
+            space.on_removed()
+        else:
+            self._mapping.undo(space.mapped, space.on_removed)
 
     # -- copies -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from services.mempool.mover_copies import Space
 from services.mempool.mover_paths import Paths
@@ -60,6 +61,11 @@ class Mapping:
         if (timer := self._timers.pop(number, None)) is not None:
             timer.cancel()
 
+    def undo(self, mapped: MappedSpace, on_undone: Callable[[], None]) -> None:
+        """Unmap what is in no transfer any more, in the background, then tell `on_undone`: also where a driver did not
+        let go, whose memory is this process's until it ends."""
+        self._thread.post(lambda: self._unregister(mapped, on_undone))
+
     def close(self) -> None:
         """No space is tried again."""
         self._closed = True
@@ -71,7 +77,7 @@ class Mapping:
         try:
             mapped = self._mapper.map(space.number, space.regions, space.end)
         except Exception as error:  # noqa: BLE001  the space is unusable, the mempool is not
-            self._tell(space, None, _failure("mapping", error))
+            self._tell(self._tried, space, None, _failure("mapping", error))
             return
         self._thread.post(lambda: self._register(space, mapped))
         self._on_mapped()
@@ -81,22 +87,31 @@ class Mapping:
         try:
             self._paths.add(mapped)
         except Exception as error:  # noqa: BLE001  as in _map
-            with contextlib.suppress(RuntimeError):  # close() came, and unmaps everything
-                self._background.submit(self._undo, space, mapped, _failure("paths", error))
+            # the next attempt maps it again, also where a driver did not let this one go
+            self._unmap_soon(mapped, self._tried, space, None, _failure("paths", error))
             return
-        self._tell(space, mapped, None)
+        self._tell(self._tried, space, mapped, None)
 
-    def _undo(self, space: Space, mapped: MappedSpace, failure: ClusterError) -> None:
-        """In the background: the next attempt maps it again, also where a driver did not let this one go."""
+    def _unregister(self, mapped: MappedSpace, on_undone: Callable[[], None]) -> None:
+        """On the mover's thread."""
+        self._paths.remove(mapped.number)
+        self._unmap_soon(mapped, on_undone)
+
+    def _unmap_soon(self, mapped: MappedSpace, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # close() came, and unmaps everything
+            self._background.submit(self._unmap, mapped, function, *arguments)
+
+    def _unmap(self, mapped: MappedSpace, function: Callable[..., None], *arguments: Any) -> None:
+        """In the background."""
         try:
             self._mapper.unmap(mapped)
         except Exception as error:  # noqa: BLE001  as in _map
-            log.error("not_unmapped", space=space.number, reason=repr(error))
-        self._tell(space, None, failure)
+            log.error("not_unmapped", space=mapped.number, reason=repr(error))
+        self._tell(function, *arguments)
 
-    def _tell(self, space: Space, mapped: MappedSpace | None, failure: ClusterError | None) -> None:
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._tried, space, mapped, failure)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def _tried(self, space: Space, mapped: MappedSpace | None, failure: ClusterError | None) -> None:
         space.is_tried, space.mapped, space.failure = False, mapped, failure

@@ -15,6 +15,7 @@ from services.mempool.mover_engines import PinnedRanges
 from services.mempool.mover_gpu import Gpu, OpenGpu, SlabWindow
 from services.mempool.mover_regions import HostMapping, HostRegion, RankRegion, SlabRegion, region_name
 from services.mempool.mover_self_test import PairTests
+from shared.errors import ClusterError
 from shared.kernels.copy_pages.copies import CopyFailed
 from shared.observe.log import get_logger
 from shared.transfer.interface import Region, RegionKind
@@ -88,6 +89,7 @@ class Mapper:
         self._spaces: dict[int, MappedSpace] = {}
         self._huge: dict[int, int] = {}  # bytes in huge pages, by the first of what was locked at once
         self._refused: dict[int, Refused] = {}  # by base of host memory that the driver would not page-lock
+        self._stuck: set[int] = set()  # first addresses of what it would not let go, page-locked still
         self.pinned = PinnedRanges()
         self.resting: set[int] = set()  # spaces that are not to be page-locked now; changed on the loop
         self.pairs = PairTests(floor_gb_per_s)
@@ -110,7 +112,7 @@ class Mapper:
         return space
 
     def unmap(self, space: MappedSpace) -> None:
-        """Nothing may be copying any more."""
+        """Nothing may be copying any more. What a driver does not let go stays mapped, and is said."""
         del self._spaces[space.number]
         self._drop(space)
 
@@ -241,22 +243,41 @@ class Mapper:
                     log.error("not_unlocked", region=mapped.region.name, reason=error.message)
 
     def _unlock(self, host: HostMapping, page_bytes: int) -> None:
+        """Raises: CopyFailed, the first of all; what was not refused is page-locked no more."""
         locked = [
-            first for first, num_bytes in _chunks(host, page_bytes) if self._is_pinned(first, num_bytes)
+            first
+            for first, num_bytes in _chunks(host, page_bytes)
+            if self._is_pinned(first, num_bytes) or first in self._stuck
         ]
         self.pinned.remove(host.base, host.num_bytes)
         self._refused.pop(host.base, None)
+        refused: CopyFailed | None = None
         for first in locked:
             self._huge.pop(first, None)
             gpu = next(iter(self._gpus.values()))
-            gpu.copy.make_current()
-            gpu.copy.unregister_host(first)
+            try:
+                gpu.copy.make_current()
+                gpu.copy.unregister_host(first)
+                self._stuck.discard(first)
+            except CopyFailed as error:
+                self._stuck.add(first)
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def _drop(self, space: MappedSpace) -> None:
+        """Every rank. Addresses that a driver does not let go stay mapped: it would copy from the old memory, or to it,
+        whatever is mapped there later."""
         for mapped in space.ranks:
-            if isinstance(mapped.memory, HostMapping):
-                self._unlock(mapped.memory, mapped.region.page_bytes)
-            mapped.memory.close()
+            try:
+                if isinstance(mapped.memory, HostMapping):
+                    self._unlock(mapped.memory, mapped.region.page_bytes)
+                mapped.memory.close()
+            except (ClusterError, OSError) as error:
+                log.error(
+                    "not_unmapped", region=mapped.region.name, reason=str(error), kept_bytes=mapped.region.num_bytes,
+                    so="that much memory stays with the mempool until it is started again",
+                )  # fmt: skip
 
 
 def _chunks(host: HostMapping, page_bytes: int) -> list[tuple[int, int]]:

@@ -5,10 +5,11 @@ import errno
 
 import pytest
 
-from services.mempool import mover_mapping, mover_self_test
+from services.mempool import mover_mapping, mover_self_test, mover_spaces
 from shared.kernels.copy_pages.copies import CopyFailed
 from shared.transfer.errors import PathUnavailable
 from shared.transfer.self_test import SelfTest
+from shared.vmm.errors import VmmError
 from tests.support.fake_mover_gpus import FakeSlabs
 from tests.support.mover_spaces_rig import NUM, PER_SLAB, movers, until
 
@@ -22,10 +23,14 @@ async def rig(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch):
-    """(event, fields) of what the mover logs as errors and of the mappings that it made."""
+    """(event, fields) of what the mover logs as errors, and of the mappings that it made."""
     found = []
-    for level in ("error", "info"):
-        monkeypatch.setattr(mover_mapping.log, level, lambda event, **fields: found.append((event, fields)))
+    for log, level in (
+        (mover_mapping.log, "error"),
+        (mover_mapping.log, "info"),
+        (mover_spaces.log, "error"),
+    ):
+        monkeypatch.setattr(log, level, lambda event, **fields: found.append((event, fields)))
     return found
 
 
@@ -107,6 +112,69 @@ async def test_a_mapping_that_cannot_even_be_undone_is_tried_again(rig, said):
     assert [event for event, _ in said_of_it] == ["not_unmapped", "space_unmapped", "space_mapped"]
     it.add(2, 1)
     assert (await it.copy(1, 2)).ok
+
+
+async def removed(it, number):
+    """The mapped ranks of a space, once it is said to be gone."""
+    ranks = it.mover._mapper._spaces[number].ranks
+    gone = asyncio.Event()
+    it.mover.remove_space(number, gone.set)
+    await asyncio.wait_for(gone.wait(), 10)
+    assert number not in it.mover.status()["spaces"]
+    return ranks
+
+
+async def test_host_memory_is_given_back_though_the_driver_does_not_let_a_rank_go(rig, said):
+    it = rig(pin_host=True)
+    it.add(1, (0, 1))
+    it.add(2, 3)
+    await it.pinned()
+    it.gpus.drivers[0].fail_at["unregister_host"] = 2
+    ranks = await removed(it, 2)
+    assert [fields["region"] for event, fields in said if event == "not_unmapped"] == ["2.1"]
+    assert list(it.gpus.drivers[0].registered) == [ranks[1].memory.base], "it alone is page-locked"
+    assert [mapped.memory.num_bytes > 0 for mapped in ranks] == [False, True, False], (
+        "and keeps its addresses"
+    )
+    it.add(3, 2)
+    await until(lambda: it.mover.is_mapped(3))
+    assert (await it.copy(3, 1)).ok
+
+
+async def test_what_was_not_let_go_when_it_began_to_rest_is_asked_for_again_when_its_space_goes(rig, said):
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    it.add(2, 2)
+    await it.pinned()
+    it.gpus.drivers[0].fail_at["unregister_host"] = 1
+    it.mover.pinning.rest(2)
+    await until(lambda: [event for event, _ in said].count("not_unlocked"))
+    assert len(it.gpus.drivers[0].registered) == 1, "the other rank is page-locked no more"
+    ranks = await removed(it, 2)
+    assert (it.gpus.drivers[0].registered, [mapped.memory.num_bytes for mapped in ranks]) == ({}, [0, 0])
+
+
+@pytest.mark.parametrize("call", ["unmap", "free_reservation"])
+async def test_a_gpus_space_is_given_back_though_its_driver_does_not_let_a_rank_go(
+    rig, said, monkeypatch, call
+):
+    it = rig()
+    it.add(1, (0, 1))
+    await until(lambda: it.mover.is_mapped(1))
+    first, other = it.gpus.vmms.values()
+    monkeypatch.setattr(first, call, refusing(1, VmmError("refused"), getattr(first, call)))
+    await removed(it, 1)
+    assert [fields["region"] for event, fields in said if event == "not_unmapped"] == ["1.0"]
+    assert (len(first.reservations), other.mapped, other.reservations) == (1, {}, {})
+
+
+async def test_a_space_is_given_back_whatever_goes_wrong_when_it_is_unmapped(rig, said):
+    it = rig()
+    it.add(1, (0,))
+    await until(lambda: it.mover.is_mapped(1))
+    it.mover._mapper.unmap = refusing(1, RuntimeError("a fault of ours"), it.mover._mapper.unmap)
+    await removed(it, 1)
+    assert said[-1] == ("not_unmapped", {"space": 1, "reason": "RuntimeError('a fault of ours')"})
 
 
 def pairs_measured(monkeypatch, *rates):
