@@ -1,12 +1,13 @@
 """Copies whole pages between spaces of this mempool: the I/O behind the action CopyPages.
 
-    copy() -> waiting -(its spaces are mapped, room)-> running -(every pull ended)-> on_done, once
+    copy() -> waiting -(its spaces are ready, room)-> running -(every pull ended)-> on_done, once
                       -(deadline)-> on_done                    -(failed)-> on_done, and later on_settled
 
 Every page has a part on each rank; a copy is done when all ranks have it. Until on_done the target pages belong to
 the copy; those that it reports as quarantined may still be written and come back by on_settled, or never (a copy
 engine that stands still). Spaces are mapped in the background when they are added, never in a copy (architecture,
-section 4, rule 8): a copy that comes earlier waits, within its own deadline, and fails while that has failed.
+section 4, rule 8): a copy that comes earlier waits, within its own deadline, and fails while that has failed. One also
+waits while host memory of its spaces is on its way out of page-locking (mover_pinning.py).
 Public methods and callbacks run on the event loop; nothing here waits, but for close().
 """
 
@@ -94,7 +95,7 @@ class Mover:
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="mover-map")
         self.pinning = Pinning(
             self._mapper.pin_some, lambda: self._num_pulls > 0, self._background, self._loop,
-            self._mapper.unpin, self._mapper.resting,
+            self._mapper.unpin, self._mapper.resting, self._pump_soon,
         )  # fmt: skip
         self._thread = PullThread()
         self._mapping = Mapping(
@@ -238,8 +239,11 @@ class Mover:
             failure = next((each for n in copy.spaces if (each := self._spaces[n].failure)), None)
             if failure is not None:
                 self._loop.call_soon(self._finish, copy, failure)
-            elif not all(self.is_mapped(number) for number in copy.spaces) or not self._run(copy):
+            elif not all(self._is_ready(number) for number in copy.spaces) or not self._run(copy):
                 self._waiting.append(copy)
+
+    def _is_ready(self, number: int) -> bool:
+        return self.is_mapped(number) and not self.pinning.is_unlocking(number)
 
     def _run(self, copy: Copy) -> bool:
         """Whether there was room for it."""

@@ -7,6 +7,7 @@ locked, copies of that memory take a slower way. Memory that goes to the system 
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ class Pinning:
     pin_some: locks the next chunk, on the background thread: in how many seconds it has more to do; None: nothing.
     is_copying: asked on the loop.
     unpin: ends it for a space, on the background thread. resting: spaces that pin_some leaves out.
+    on_unlocked: on the loop, when copies need not wait for a space any more (is_unlocking()).
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class Pinning:
         loop: asyncio.AbstractEventLoop,
         unpin: Callable[[int], None] = lambda _: None,
         resting: set[int] | None = None,
+        on_unlocked: Callable[[], None] = lambda: None,
     ) -> None:
         self._pin_some, self._is_copying = pin_some, is_copying
         self._background, self._loop = background, loop
-        self._unpin = unpin
+        self._unpin, self._on_unlocked = unpin, on_unlocked
+        self._unlocking = Counter[int]()  # by space, how often the background thread has yet to unlock it
         self.resting = set[int]() if resting is None else resting
         self._later: asyncio.TimerHandle | None = None  # for memory that the driver refused
         self.num_waits = 0  # chunks that gave way to copies
@@ -48,13 +52,33 @@ class Pinning:
         if number not in self.resting:
             self.resting.add(number)
             with contextlib.suppress(RuntimeError):  # close() came
-                self._background.submit(self._unpin, number)
+                self._background.submit(self._unlock, number)
+                self._unlocking[number] += 1
+
+    def is_unlocking(self, number: int) -> bool:
+        """Whether its memory is yet to be unlocked, though it may be awake again: a copy begun now would lose it on the
+        way. What waits behind that counts on it, so a wake() does not call it off. On the loop."""
+        return number in self._unlocking
 
     def wake(self, number: int) -> None:
-        """It is locked again, as every space. On the loop."""
+        """It is locked again, as every space; copies begin as soon as it is not is_unlocking(). On the loop."""
         if number in self.resting:
             self.resting.discard(number)
             self.begin()
+
+    def _unlock(self, number: int) -> None:
+        """In the background."""
+        try:
+            self._unpin(number)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._unlocked, number)
+
+    def _unlocked(self, number: int) -> None:
+        self._unlocking[number] -= 1
+        if not self._unlocking[number]:
+            del self._unlocking[number]
+            self._on_unlocked()
 
     def _next(self, waited_s: float) -> None:
         if self._is_copying() and waited_s < MOST_WAIT_S:

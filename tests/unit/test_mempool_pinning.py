@@ -1,9 +1,14 @@
 """Page-locking gives way to copies, and is done all the same."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from services.mempool.mover_pinning import MOST_WAIT_S, Pinning
+from shared.kernels.copy_pages.copies import CopyFailed
 
 
 class Timer:
@@ -29,8 +34,8 @@ class Loop:
         self.later.append((self.now_s + delay_s, what, arguments))
         return Timer(self.later, self.later[-1])
 
-    def submit(self, what: Callable[[], None]) -> None:
-        what()
+    def submit(self, what: Callable[..., None], *arguments: Any) -> None:
+        what(*arguments)
 
     def run(self, until_s: float) -> None:
         while self.later and min(at_s for at_s, _, _ in self.later) <= until_s:
@@ -92,3 +97,31 @@ def test_what_the_driver_refused_is_locked_later():
     rig.loop.run(30.0)
     assert rig.left == 0
     assert not rig.loop.later
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_space_that_wakes_at_once_is_unlocking_until_the_thread_has_done_it_as_often_as_it_was_told(
+    refused,
+):
+    loop, told, heard = Loop(), list[Any](), list[int]()
+
+    def unpin(number: int) -> None:
+        heard.append(number)
+        if refused:
+            raise CopyFailed("cuMemHostUnregister", "refused")
+
+    thread = SimpleNamespace(submit=lambda *what: told.append(what))
+    pinning = Pinning(lambda: None, bool, thread, loop, unpin, None, lambda: heard.append(0))  # type: ignore[arg-type]
+    for _ in range(2):
+        pinning.rest(7)
+        pinning.rest(7)
+        pinning.wake(7)
+    assert len(told) == 2
+    for what, *arguments in list(told):
+        assert pinning.is_unlocking(7)
+        with pytest.raises(CopyFailed) if refused else nullcontext():
+            what(*arguments)
+        assert pinning.is_unlocking(7), "the loop is told"
+        loop.run(0.0)
+    assert (pinning.is_unlocking(7), pinning.is_unlocking(8)) == (False, False)
+    assert heard == [7, 7, 0]
