@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.mempool.core import api_peers
 from services.mempool.core.actions import ApiSend, AskPeer, PoolLimits, PullRemote, TellPeer
 from services.mempool.core.api_peers import CHECK_TIMEOUT_MS, FIRST_CONNECTION, FIRST_NUMBER, ApiPeers
 from services.mempool.core.api_state import CallPeer, MovePages
@@ -243,6 +244,56 @@ def test_only_pages_that_a_transfer_under_way_names_may_be_read(peers):
     peers.core.call(order(6, 7))
     peers.core.on_lost(THERE)
     assert not peers.core.may_read(1, [7])
+
+
+def test_the_reply_of_another_peer_than_was_called_ends_no_transfer(peers):
+    peers.core.call(order(4, 5))
+    reply = peer_wire.PeerReply(reply=wire.Addresses(call_id=4, addresses=b""))
+    for address in (HERE, "tcp://10.0.0.9:1"):
+        assert peers.core.on_answer(address, reply, 0) is None
+    assert peers.core.may_read(1, [5])
+    assert peers.core.on_answer(THERE, reply, 0) == reply.reply
+    assert not peers.core.may_read(1, [5])
+    assert peers.core.on_answer(THERE, reply, 0) is None, "once"
+
+
+def test_the_reply_of_another_peer_than_was_called_grants_no_pages(peers):
+    caller = peers.rig.connect(P)
+    ask = wire.AllocMem(call_id=9, num_blocks=1, mem_type="hbm", instance=D)
+    granted = packed(1, 5, 100)
+
+    def call(now_ms: int) -> int:
+        (called,) = peers.api.on_call(caller, ask, now_ms)
+        peers.core.call(called)
+        (asked,) = peers.actions(AskPeer)
+        assert asked.address == THERE
+        return called.message.call_id
+
+    def answers(address: str, call_id: int, now_ms: int) -> list:
+        reply = peer_wire.PeerReply(reply=wire.Addresses(call_id=call_id, addresses=granted))
+        found = peers.core.on_answer(address, reply, now_ms)
+        return [] if found is None else peers.api.on_peer_reply(found)
+
+    number = call(0)
+    assert answers(HERE, number, 1) == []
+    assert [each.message.addresses for each in answers(THERE, number, 1)] == [granted]
+    number, later_ms = call(2), 3 + peers.api.limits.max_timeout_ms
+    peers.api.tick(later_ms)  # the caller hears that it failed
+    peers.core.expire(peers.api.moves.forwarded)
+    assert answers(HERE, number, later_ms) == []
+    (free,) = answers(THERE, number, later_ms)
+    assert free == CallPeer(D, wire.FreeMem(call_id=0, addresses=granted)), (
+        "the late answer of who was called"
+    )
+
+
+def test_calls_that_nobody_answers_are_forgotten_the_oldest_first(peers, monkeypatch):
+    monkeypatch.setattr(api_peers, "MAX_LATE", 2)
+    for call_id in (1, 2, 3):
+        peers.core.call(CallPeer(D, wire.AllocMem(call_id=call_id, num_blocks=1, mem_type="hbm", instance=D)))
+    replies = [peer_wire.PeerReply(reply=wire.Addresses(call_id=n, addresses=b"")) for n in (1, 2, 3)]
+    answered = [peers.core.on_answer(THERE, reply, 0) for reply in replies]
+    assert answered == [None, replies[1].reply, replies[2].reply]
 
 
 def test_the_sources_word_is_good_for_the_transfer_that_asks_alone(peers):

@@ -9,16 +9,17 @@ Why no byte can be wrong: the source's mempool holds the pages (Moves._hold) unt
 has told its caller that it failed, and after the last byte its word says whether this transfer is still under way and
 each page still has the epoch of its address. It gives only pages that a transfer under way names. Pages lie in host
 memory at both ends: a path to others is refused, and the transfer fails. A peer whose link is lost is unknown until it
-answers again, an instance until it is named again; calls to them fail at once.
+answers again, an instance until it is named again; calls to them fail at once. Who was called answers, nobody else.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from services.mempool.core.actions import Action, AskPeer, PullRemote, TellPeer
 from services.mempool.core.api import Api
+from services.mempool.core.api_moves import MAX_LATE
 from services.mempool.core.api_state import CallPeer, MovePages, side_by_side
 from shared.errors import InvalidRequest, PeerProtocolError
 from shared.ids import InstanceId, PageId
@@ -66,6 +67,7 @@ class ApiPeers:
             int, tuple[str, list[tuple[int, int]]]
         ] = {}  # by call: whom, and which pages it may read
         self._readable: Counter[tuple[int, int]] = Counter()  # (space, page)
+        self._asked: OrderedDict[int, str] = OrderedDict()  # by call, whose answer counts
 
     def take_actions(self) -> list[Action]:
         """What was decided since the last call."""
@@ -118,7 +120,7 @@ class ApiPeers:
         for number, pull in list(self._pulls.items()):
             if pull.address == address and pull.check_due_ms is not None:  # others end by on_pulled
                 self._end(number, failed=True)
-        for call_id in [call_id for call_id, (whom, _) in self._orders.items() if whom == address]:
+        for call_id in [call_id for call_id, whom in self._asked.items() if whom == address]:
             self._close_order(call_id)
         return [number for number, each in enumerate(self.addresses) if each == address]
 
@@ -135,6 +137,10 @@ class ApiPeers:
             pages = [(int(each.space), int(page)) for each in stretches for page in each.pages]
             self._orders[message.call_id] = address, pages
             self._readable.update(pages)
+        if not isinstance(message, wire.FreeMem):  # nobody waits for its answer
+            self._asked[message.call_id] = address
+            if len(self._asked) > MAX_LATE + len(self._api.moves.forwarded):
+                self._close_order(next(iter(self._asked)))
         self._out.append(AskPeer(address, peer_wire.PeerCall(call=message)))
 
     def names(self, order: int, space: int, pages: Iterable[int]) -> bool:
@@ -152,6 +158,8 @@ class ApiPeers:
         """An answer of a peer, or of nobody's concern here. Returns: what Api.on_peer_reply is to hear."""
         match message:
             case peer_wire.PeerReply():
+                if self._asked.get(message.reply.call_id) != address:
+                    return None
                 self._close_order(message.reply.call_id)
                 return message.reply
             case peer_wire.Here() if address in self.addresses:
@@ -172,6 +180,7 @@ class ApiPeers:
             self._close_order(call_id)
 
     def _close_order(self, call_id: int) -> None:
+        self._asked.pop(call_id, None)
         _, pages = self._orders.pop(call_id, ("", []))
         for page in pages:
             self._readable[page] -= 1
