@@ -120,6 +120,7 @@ class Scheduler:
             on_malformed=self._on_malformed_place,
             on_lost=self.gateways.lost,
         )
+        # No hello_ms: a worker has nothing to say as long as it has no epoch.
         self._reports: RouterServer[WorkerToScheduler, SchedulerToWorker] = RouterServer(
             settings.report_listen,
             into=REPORTS,
@@ -223,6 +224,7 @@ class Scheduler:
 
     def _on_place(self, identity: bytes, seq: int, message: GatewayToScheduler, raw: list[bytes]) -> None:
         del seq, raw
+        self._places.accept(identity)  # whatever it said: gateways of before GatewayHello place at once
         now_ms = self._clock.now_ms()
         self.instances.attend(now_ms=now_ms)
         if isinstance(message, GatewayHello):
@@ -294,6 +296,7 @@ class Scheduler:
 
     def _on_worker(self, identity: bytes, seq: int, message: WorkerToScheduler, raw: list[bytes]) -> None:
         del seq, raw
+        self._reports.accept(identity)
         now_ms = self._clock.now_ms()
         self.instances.attend(now_ms=now_ms)
         answer: SchedulerToWorker | None = None

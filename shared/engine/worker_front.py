@@ -130,6 +130,7 @@ class WorkerFront:
     # -- messages ---------------------------------------------------------------------------------
 
     def _on_message(self, identity: bytes, _seq: int, message: GatewayToWorker, raw: list[bytes]) -> None:
+        self._router.accept(identity)
         match message:
             case Alive():
                 self._on_alive(identity)

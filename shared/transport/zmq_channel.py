@@ -204,8 +204,8 @@ class RouterServer(Generic[In, Out]):
     are counted in `num_malformed` and dropped. on_lost(identity): the connection has ended, also at close().
 
     Args:
-        hello_ms: a connection that is not accept()ed by then ends; 0: none need be.
-        max_peers: connections; at most so many, and the oldest that is not accepted makes room for a new one.
+        hello_ms: a connection that is not accept()ed by then ends; 0: it may stay as long as there is room.
+        max_peers: connections; at most so many, and the oldest that is not accept()ed makes room for a new one.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RouterServer(Generic[In, Out]):
         self._strangers: set[ZmtpPeer] = set()  # before their handshake
         self._hello_ms = hello_ms
         self._max_peers = max_peers
-        self._unaccepted: dict[bytes, asyncio.TimerHandle] = {}  # oldest first
+        self._unaccepted: dict[bytes, asyncio.TimerHandle | None] = {}  # oldest first
 
     async def start(self) -> None:
         """Bind. Raises: SettingsError when the address is taken or wrong."""
@@ -302,12 +302,13 @@ class RouterServer(Generic[In, Out]):
         self._num_met += 1
         peer.identity = identity = b"\0" + self._num_met.to_bytes(8, "big")
         self._peers[identity] = peer
+        self._unaccepted[identity] = None
         if self._hello_ms:
             loop = asyncio.get_running_loop()
             self._unaccepted[identity] = loop.call_later(self._hello_ms / 1000, self.disconnect, identity)
 
     def accept(self, identity: bytes) -> None:
-        """It has said who it is: it may stay. Of use with hello_ms; harmless when it has gone."""
+        """It has said what only a peer says: it may stay. Harmless when it has gone, or was accepted before."""
         timer = self._unaccepted.pop(identity, None)
         if timer is not None:
             timer.cancel()
