@@ -17,6 +17,8 @@ MORE, LONG, COMMAND = 1, 2, 4
 _SIGNATURE = slice(0, 10)
 _PING, _PONG, _READY = b"\x04PING", b"\x04PONG", b"\x05READY"
 _PING_CONTEXT = 7  # a PING's name and its u16 time to live stand before the context, which the PONG repeats
+_SMALL = 4_096  # a read of fewer bytes is no object of its own while its frame is not whole
+_JOINED = 65_536  # bytes of small reads in one object, about
 _SHORT = [[bytes((flags, length)) for length in range(256)] for flags in (0, MORE)]
 
 
@@ -109,22 +111,35 @@ class Reader:
         self._long_bytes = 0  # of long frames of a message that is not whole
         self._data = b""
         self._pos = 0
-        self._pieces: list[bytes] = []  # of a frame that is not whole
+        self._pieces: list[bytes | bytearray] = []  # of a frame that is not whole
         self._missing = 0  # bytes that it lacks at least
         self._frames: list[bytes] = []  # of a message that is not whole
 
     def feed(self, data: bytes) -> None:
         """Bytes that came; next() has returned None before."""
         if self._pieces:
-            self._pieces.append(data)
             self._missing -= len(data)
             if self._missing > 0:
+                self._keep(data)
                 return
+            self._pieces.append(data)
             data = b"".join(self._pieces)
             self._pieces = []
         elif self._pos < len(self._data):  # feed() again before next() said None
             data = self._data[self._pos :] + data
         self._data, self._pos = data, 0
+
+    def _keep(self, data: bytes) -> None:
+        """Of a frame that drips in: small reads share buffers, for an object each would take many times their bytes.
+        Large ones stay as they came: they are copied once, when the frame is whole.
+        """
+        last = self._pieces[-1]
+        if len(data) >= _SMALL:
+            self._pieces.append(data)
+        elif type(last) is bytearray and len(last) < _JOINED:
+            last += data
+        else:
+            self._pieces.append(bytearray(data))
 
     def next(self) -> list[bytes] | bytes | None:
         """A whole message's frames, a command's body, or None until more is fed.

@@ -1,6 +1,8 @@
 """ZeroMQ's bytes: whatever the cuts, what was encoded comes out; nonsense is refused, never a crash."""
 
 import itertools
+import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -100,6 +102,27 @@ def test_a_messages_bytes_are_bounded_however_many_frames_they_are_in(sizes, num
     else:
         with pytest.raises(PeerProtocolError):
             read_all(source, [data])
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [1, 4_096], [4_095]])
+def test_a_frame_that_drips_in_takes_about_its_bytes(sizes):
+    """Each read was an object of its own: 45 times the bytes of reads of two."""
+    num_bytes = 1 << 20
+    body = random.Random(7).randbytes(num_bytes)
+    ends = itertools.accumulate(itertools.cycle(sizes), initial=0)
+    borders = [*itertools.takewhile(lambda end: end < num_bytes, ends), num_bytes]
+    chunks = [body[a:b] for a, b in itertools.pairwise(borders)]
+    source = zmtp.Reader(max_frame_bytes=num_bytes, max_message_bytes=num_bytes, max_frames=4)
+    source.feed(bytes((zmtp.LONG,)) + num_bytes.to_bytes(8, "big"))
+    assert source.next() is None
+    last = chunks.pop()
+    for chunk in chunks:
+        source.feed(chunk)
+    assert source.next() is None
+    kept = sum(map(sys.getsizeof, source._pieces)) + sys.getsizeof(source._pieces)
+    assert kept < 1.25 * num_bytes
+    source.feed(last)
+    assert source.next() == [body]
 
 
 def test_of_a_message_with_too_many_frames_only_the_first_are_kept():
