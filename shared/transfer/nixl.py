@@ -4,10 +4,14 @@ Two ways to pull. `read`: one-sided, the peer does nothing; best with RDMA and b
 `write`: the source is asked and writes (served.py); best over TCP, where a read is emulated at a tenth of the speed,
 and for GPU memory without NVLink. "auto" reads between host memory of one pid namespace, else asks.
 
+UCX ends the process over an address that it cannot read, so metadata that was damaged on the way, or made by another
+version, never gets there (NixlEnd). That is no protection from a peer that means harm.
+
 The source decides what it serves (`may_serve`: the mempool's leases). One-sided accesses cannot be revoked: a peer that
 has our metadata can read or write all registered pages until remove_peer, so links are made inside one cluster only.
 """
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -40,11 +44,36 @@ Mode = Literal["auto", "read", "write"]
 
 
 class NixlEnd(msgspec.Struct, frozen=True):
-    """The payload of a description: the agent's metadata, and (address, device or -1) of each region."""
+    """The payload of a description: the agent's metadata, and (address, device or -1) of each region.
+
+    Ends of before `digest` sent neither it nor `library`; they are taken as they are, so that hosts can be brought to
+    this version one after the other.
+    """
 
     agent: str
     metadata: bytes
     regions: dict[str, tuple[int, int]]
+    library: str = ""  # that made the metadata, and its version; "": not said
+    digest: bytes = b""  # of the fields above; b"": not said
+
+    def sealed(self) -> "NixlEnd":
+        """With the digest of what it says."""
+        return msgspec.structs.replace(self, digest=self._digest())
+
+    def check(self, library: str) -> None:
+        """Whether this process, which has `library`, may give the metadata to NIXL.
+
+        Raises: PeerProtocolError when it is not what the peer said; PathUnavailable when another version made it.
+        """
+        if self.digest and self.digest != self._digest():
+            raise PeerProtocolError(f"the NIXL payload of {self.agent} was damaged on its way")
+        if self.library and library and self.library != library:
+            raise PathUnavailable(f"{self.agent} has {self.library}, this end {library}")
+
+    def _digest(self) -> bytes:
+        # These for good: an older end knows no others.
+        said = self.agent, self.metadata, self.regions, self.library
+        return hashlib.sha256(msgspec.msgpack.encode(said)).digest()
 
 
 class ReadAttempt:
@@ -196,11 +225,14 @@ class NixlTransport(BaseTransport):
     def _payload(self) -> bytes | None:
         regions = {region.name: (region.address, region.device) for region in self.regions.values()}
         metadata = self._thread.call(self.agent.metadata).result()
-        return msgspec.msgpack.encode(NixlEnd(self.agent.name, metadata, regions))
+        return msgspec.msgpack.encode(
+            NixlEnd(self.agent.name, metadata, regions, self.agent.library).sealed()
+        )
 
     def _open(self, peer: Peer) -> BaseLink:
         end = decode(peer.description)
         theirs = _nixl_end(end)
+        theirs.check(self.agent.library)
         name = self._thread.call(lambda: self.agent.add_peer(theirs.metadata)).result()
         if name != theirs.agent:
             raise PeerProtocolError(f"NIXL metadata of {name!r} in the description of {theirs.agent!r}")

@@ -8,6 +8,7 @@ import gc
 import importlib
 import secrets
 import weakref
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class NixlAgent:
             raise PathUnavailable(f"NIXL does not start: {error}") from error
         if "UCX" not in self._agent.backends:
             raise PathUnavailable("NIXL has no UCX plug-in here")
+        self.library = _library()
 
     def translate(self, error: Exception, doing: str) -> TransferError:
         """NIXL's exception as ours."""
@@ -62,7 +64,10 @@ class NixlAgent:
         return self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """The peer's agent name. Raises: TransferFailed when NIXL cannot read it."""
+        """The peer's agent name. Raises: TransferFailed when NIXL cannot read it.
+
+        UCX reads its part without mercy: a byte that is not as its peer wrote it can end the process (SIGABRT).
+        """
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -128,6 +133,14 @@ class NixlAgent:
                     return failed
             raise failure from error
         return NixlTransfer(self, self._agent, handle, state)
+
+
+def _library() -> str:
+    """NIXL and its version, which says that of the UCX inside, too. "": it was not installed as a package."""
+    try:
+        return f"nixl {version('nixl-cu13')}"
+    except PackageNotFoundError:
+        return ""
 
 
 def _rows(addresses: U64, sizes: U64, device: int) -> tuple[np.ndarray, str]:
