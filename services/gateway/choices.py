@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Raw, Struct
 from msgspec.json import encode
 
-from services.gateway.core.stop import StopSearch
+from services.gateway.core.stop import StopSearch, StopStrings
 from services.gateway.core.tools import (
     NewId,
     ToolParser,
@@ -26,7 +26,7 @@ class ChoiceSpec(Struct, frozen=True):
     """What all choices of a request have in common."""
 
     is_chat: bool
-    stops: Sequence[str] = ()
+    stops: StopStrings | None = None
     include_stop: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
@@ -80,7 +80,7 @@ class Choice:
         self._owes_prompt = spec.return_token_ids
         detokenizer = self._detokenizer()
         self._decode, self._decode_rest = detokenizer.feed, detokenizer.flush
-        self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops else None
+        self._stop = StopSearch(spec.stops, include=spec.include_stop) if spec.stops is not None else None
         self._parser: ToolParser | None = None
         if spec.tool_plan is not None:
             self._parser = make_parser(spec.tool_plan, self._new_id)

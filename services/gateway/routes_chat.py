@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from services.gateway.answer import Answer
 from services.gateway.choices import ChoiceSpec
+from services.gateway.core.stop import StopStrings
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.openai import ChatBody, parse_body
@@ -38,7 +39,7 @@ class ChatEndpoint:
             plan = body.tool_plan(gateway.tool_format)
             spec = ChoiceSpec(
                 is_chat=True,
-                stops=body.stops,
+                stops=StopStrings(body.stops) if body.stops else None,
                 include_stop=bool(body.include_stop_str_in_output),
                 min_tokens=body.min_tokens or 0,
                 skip_special_tokens=not body.keeps_special_tokens,

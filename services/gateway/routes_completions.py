@@ -4,6 +4,7 @@ import time
 
 from services.gateway.answer import Answer
 from services.gateway.choices import ChoiceSpec
+from services.gateway.core.stop import StopStrings
 from services.gateway.deps import Gateway
 from services.gateway.http_body import Receive, Scope, Send, read_json_body
 from services.gateway.logprobs import Echo
@@ -38,7 +39,7 @@ class CompletionEndpoint:
             prompts = await completion_prompts(gateway, body, incoming)
             spec = ChoiceSpec(
                 is_chat=False,
-                stops=body.stops,
+                stops=StopStrings(body.stops) if body.stops else None,
                 include_stop=bool(body.include_stop_str_in_output),
                 min_tokens=body.min_tokens or 0,
                 skip_special_tokens=not body.keeps_special_tokens,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
 from services.gateway.choices import Choice, ChoiceSpec
+from services.gateway.core.stop import StopStrings
 from services.gateway.detokenize import TokenTexts
 from services.gateway.logprobs import Echo
 from shared.ids import RequestId
@@ -41,7 +42,12 @@ def answered(tokenizer, ids, cuts, *, skip=True, stops=(), prompt_ids=(), echo=N
     """(text, offsets) of a completion that came cut at these places; without `cuts` it is whole."""
     texts = texts_of(tokenizer)
     model = SimpleNamespace(detokenizer=texts.detokenizer, texts=texts)
-    spec = ChoiceSpec(is_chat=False, num_top_logprobs=0, skip_special_tokens=skip, stops=stops)
+    spec = ChoiceSpec(
+        is_chat=False,
+        num_top_logprobs=0,
+        skip_special_tokens=skip,
+        stops=StopStrings(stops) if stops else None,
+    )
     choice = Choice(0, spec, model, prompt_ids, new_id=str, **({"echo": echo} if echo else {}))
     text, offsets = (echo.text if echo else ""), []
 
