@@ -134,7 +134,8 @@ class StreamDetokenizer:
     """See Detokenizer. Equals tokenizer.decode() of all ids as long as byte tokens spell valid UTF-8.
 
     Args: prompt_token_ids: primes the decoder, because some tokenizers write a word's leading space only
-        after another word. Its last few ids are enough.
+        after another word. Its last few ids are enough. Of a character that they begin and the output ends, the
+        output shows its own bytes, as replacement characters: so do ByteLevel's.
     """
 
     __slots__ = ("_pending", "_skip_special", "_step", "_tokenizer")
@@ -145,6 +146,9 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         primer = list(prompt_token_ids[-PRIMER_TOKENS:])
+        # DecodeStream takes no text for given that ends so: it may be a part of a character.
+        while primer and tokenizer.decode(primer, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
+            primer.pop()
         self._step = DecodeStream(ids=primer, skip_special_tokens=skip_special_tokens).step
         self._pending: list[int] = []  # ids that no text has been given for
 

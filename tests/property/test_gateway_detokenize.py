@@ -73,6 +73,32 @@ def test_a_primed_stream_keeps_the_space_between_prompt_and_answer():
     assert "".join(map(stream.feed, answer)) + stream.flush() == " the dog"
 
 
+BYTE = {byte: byte_fallback().token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+
+
+@given(
+    st.lists(st.integers(0, byte_fallback().get_vocab_size() - 1), max_size=20), st.binary(max_size=6), TEXTS
+)
+@example([], "the \ufffd".encode(), " dog")
+@example([byte_fallback().token_to_id("▁the")], "🙂".encode()[:2], " dog")
+@example([], b"\xff" * 20, "the")
+def test_an_answer_never_begins_with_its_prompts_text(prompt, last_bytes, text):
+    """However the prompt ends: within a character, or with a replacement character of its own."""
+    tokenizer = byte_fallback()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    stream = StreamDetokenizer(tokenizer, [*prompt, *(BYTE[each] for each in last_bytes)])
+    shown = "".join(map(stream.feed, ids)) + stream.flush()
+    whole = tokenizer.decode(ids)
+    assert shown in (whole, " " + whole)  # only after other text a first space is one
+
+
+def test_a_character_that_the_prompt_began_shows_as_the_bytes_that_the_answer_has_of_it():
+    first, second, third, fourth = (BYTE[each] for each in "🙂".encode())
+    dog = byte_fallback().token_to_id("▁dog")
+    stream = StreamDetokenizer(byte_fallback(), [dog, first, second])
+    assert [*map(stream.feed, [third, fourth, dog]), stream.flush()] == ["", "", "\ufffd\ufffd dog", ""]
+
+
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_level("llama3"), byte_fallback()])
 def test_single_tokens_show_what_the_tokenizer_shows(tokenizer):
     texts = TokenTexts(tokenizer)
