@@ -119,6 +119,11 @@ class SamplingBody(RefusedFields):
         return self.max_tokens
 
     @property
+    def max_tokens_field(self) -> str:
+        """The field that max_output_tokens is of; "": a default."""
+        return "" if self.max_tokens is None else "max_tokens"
+
+    @property
     def grammar_field(self) -> str:
         """The field that structured() is made of; "": nothing asks for a grammar."""
         if self.structured_outputs is not None and not self.structured_outputs.is_empty:
@@ -178,6 +183,11 @@ class ChatBody(SamplingBody, RefusedInChats, RefusedRendering):
     def max_output_tokens(self) -> int | None:
         """max_completion_tokens, or its older name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """See SamplingBody."""
+        return super().max_tokens_field if self.max_completion_tokens is None else "max_completion_tokens"
 
     def template_messages(self) -> list[dict[str, Any]]:
         """See openai_fields. Raises: InvalidRequest when a call's arguments are no valid Unicode."""
@@ -318,9 +328,8 @@ def to_sampling(
         seed = random_seed
     max_tokens = _or(body.max_output_tokens, default_max_tokens)
     if (body.min_tokens or 0) > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens"
-        )
+        most = body.max_tokens_field or "the default of max_tokens"
+        raise InvalidRequest(f"min_tokens must be at most {most}, which is {max_tokens}.", param="min_tokens")
     bias = {int(key): float(value) for key, value in (body.logit_bias or {}).items()}
     stop_ids: list[int] = sorted(set(body.stop_token_ids or []))
     for ids, param in ((bias, "logit_bias"), (stop_ids, "stop_token_ids")):

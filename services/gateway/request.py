@@ -169,7 +169,11 @@ async def begin(incoming: Incoming, kind: str, spec: ChoiceSpec, prompts: list[P
         to_sampling(
             body,
             default_max_tokens=output_budget(
-                len(prompt.ids), body.max_output_tokens, gateway.max_model_len, is_chat=spec.is_chat
+                len(prompt.ids),
+                body.max_output_tokens,
+                gateway.max_model_len,
+                is_chat=spec.is_chat,
+                max_tokens_field=body.max_tokens_field,
             ),
             random_seed=random.getrandbits(SEED_BITS),
             defaults=gateway.sampling_defaults,

@@ -26,10 +26,16 @@ def check_fits(num_prompt_tokens: int, max_model_len: int, field: str) -> None:
 
 
 def output_budget(
-    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, is_chat: bool
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    max_model_len: int,
+    *,
+    is_chat: bool,
+    max_tokens_field: str,
 ) -> int:
     """How many tokens may be generated: what was asked for, by default what the context has left.
 
+    Args: max_tokens_field: the body's field with max_tokens; "": a default.
     Raises: PromptTooLong, with OpenAI's wording; InvalidRequest for no tokens (not for "" where texts begin with one).
     """
     field = "messages" if is_chat else "prompt"
@@ -44,7 +50,7 @@ def output_budget(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, {max_tokens} in "
             "the completion). Please reduce one of them.",
-            param="max_tokens",
+            param=max_tokens_field or field,
         )
     return max_tokens
 

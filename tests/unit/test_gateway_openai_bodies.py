@@ -16,7 +16,7 @@ from services.gateway.openai import (
     to_sampling,
 )
 from services.gateway.submit import output_budget
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PromptTooLong
 from shared.wire.requests import SamplingSpec, StructuredSpec
 
 USER = [{"role": "user", "content": "hi"}]
@@ -174,8 +174,33 @@ def test_a_fault_in_a_completion_names_the_field(fields, param):
 @pytest.mark.parametrize(("is_chat", "param"), [(False, "prompt"), (True, "messages")])
 def test_a_prompt_of_no_tokens_is_refused_with_its_field(is_chat, param):
     with pytest.raises(InvalidRequest, match=f"{param} must not be empty") as caught:
-        output_budget(0, None, 100, is_chat=is_chat)
+        output_budget(0, None, 100, is_chat=is_chat, max_tokens_field="")
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (chat(max_tokens=200), "max_tokens"),
+        (chat(max_completion_tokens=200), "max_completion_tokens"),
+        (chat(max_tokens=3, max_completion_tokens=200), "max_completion_tokens"),
+        (completion(max_tokens=200), "max_tokens"),
+        (completion(), ""),
+    ],
+)
+def test_too_many_tokens_name_the_field_that_asked_for_them(body, field):
+    is_chat = isinstance(body, ChatBody)
+    with pytest.raises(PromptTooLong) as caught:
+        output_budget(
+            95, body.max_output_tokens, 100, is_chat=is_chat, max_tokens_field=body.max_tokens_field
+        )
+    assert caught.value.param == (field or "prompt")
+    fewer = type(body).model_validate({**body.model_dump(exclude_none=True), "min_tokens": 500})
+    with pytest.raises(
+        InvalidRequest, match=f"at most {field or 'the default of max_tokens'}, which is"
+    ) as caught:
+        sampling(fewer)
+    assert caught.value.param == "min_tokens"
 
 
 def test_sampling_takes_the_body_then_the_model_then_openai():
