@@ -91,7 +91,7 @@ class Choice:
         self._legacy_logprobs: CompletionLogprobs | None = None
         if spec.num_top_logprobs is not None and not spec.is_chat:
             start = len(self._echo.text) if self._echo is not None else 0
-            offsets = TextOffsets(self._detokenizer().feed, start=start)
+            offsets = TextOffsets(self._detokenizer().feed_apart, start=start)
             self._legacy_logprobs = CompletionLogprobs(spec.num_top_logprobs, text.texts, offsets)
 
     def _detokenizer(self) -> Detokenizer:
@@ -190,7 +190,7 @@ class Choice:
         """With echo, before any chunk: the prompt's positions come first, and offsets begin with them."""
         self._rows = list(rows)
         if self._legacy_logprobs is not None and (echo := self._echo) is not None:
-            decode = self._text.detokenizer(skip_special_tokens=echo.skips_special).feed
+            decode = self._text.detokenizer(skip_special_tokens=echo.skips_special).feed_apart
             offsets = TextOffsets(decode, num_hidden=echo.num_hidden)
             self._legacy_logprobs.begin_with_prompt(len(rows), first_token, offsets)
 

@@ -53,6 +53,10 @@ class Detokenizer(Protocol):
         """The text that this token completes, often all of its own."""
         ...
 
+    def feed_apart(self, token_id: int) -> tuple[str, str]:
+        """The same in two: what tokens before left incomplete for good, and from where this one begins."""
+        ...
+
     def flush(self) -> str:
         """The output has ended: an incomplete last character, as replacement characters."""
         ...
@@ -124,6 +128,25 @@ class ByteDetokenizer:
         self._is_split = bool(self._decoder.getstate()[0])
         return out
 
+    def feed_apart(self, token_id: int) -> tuple[str, str]:
+        """See Detokenizer."""
+        decoder = self._decoder
+        if not self._is_split or decoder is None:
+            return "", self.feed(token_id)
+        state = decoder.getstate()
+        out = self.feed(token_id)
+        if not out.startswith("\ufffd"):
+            return "", out
+        after = decoder.getstate()
+        decoder.setstate(state)
+        text = self._texts[token_id]
+        first = (self._fragments[token_id] if text is None else text.encode())[:1]
+        # What was begun is not completed if the first byte leaves it and is, or begins, a character of its own.
+        is_broken = len(decoder.decode(first)) + bool(decoder.getstate()[0]) > 1
+        decoder.setstate(after)
+        left = len(state[0].decode(errors="replace")) if is_broken else 0
+        return out[:left], out[left:]
+
     def flush(self) -> str:
         """See Detokenizer."""
         self._is_split = False
@@ -168,6 +191,15 @@ class StreamDetokenizer:
             return text
         self._pending.append(token_id)
         return ""
+
+    def feed_apart(self, token_id: int) -> tuple[str, str]:
+        """See Detokenizer."""
+        if not self._pending:
+            return "", self.feed(token_id)
+        pending = self._pending.copy()
+        out = self.feed(token_id)
+        left = self._tokenizer.decode(pending, skip_special_tokens=self._skip_special)
+        return (left, out[len(left) :]) if out.startswith(left) else ("", out)
 
     def flush(self) -> str:
         """See Detokenizer."""

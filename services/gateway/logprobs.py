@@ -53,10 +53,12 @@ class Echo(Struct, frozen=True):
 class TextOffsets:
     """Where tokens stand in their text, in characters; a part of a character is where the character is.
 
-    Args: decode: of a detokenizer, what a token adds; start: of the first; num_hidden: tokens that add nothing.
+    Args: decode: a detokenizer's feed_apart(); start: of the first; num_hidden: tokens that add nothing.
     """
 
-    def __init__(self, decode: Callable[[int], str], *, start: int = 0, num_hidden: int = 0) -> None:
+    def __init__(
+        self, decode: Callable[[int], tuple[str, str]], *, start: int = 0, num_hidden: int = 0
+    ) -> None:
         self._decode = decode
         self._at = start
         self._num_hidden = num_hidden
@@ -66,11 +68,14 @@ class TextOffsets:
         decode, at = self._decode, self._at
         out: list[int] = []
         for token_id in token_ids:
-            out.append(at)
             if self._num_hidden:
                 self._num_hidden -= 1
+                out.append(at)
             else:
-                at += len(decode(token_id))
+                before, text = decode(token_id)
+                at += len(before)
+                out.append(at)
+                at += len(text)
         self._at = at
         return out
 

@@ -1,9 +1,10 @@
 """Log probabilities say where their tokens stand in the text that the choice really has, streamed as whole."""
 
+from bisect import bisect_right
 from functools import cache
 from types import SimpleNamespace
 
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
@@ -111,6 +112,59 @@ def test_echoed_ids_have_their_tokens_where_their_text_has_them(prompt, text, sk
     _, behind = answered(tokenizer, output, [], skip=skip, prompt_ids=ids)
     _, offsets = answered(tokenizer, output, [], skip=skip, prompt_ids=ids, echo=echo)
     assert offsets == alone + [len(echo.text) + each for each in behind]
+
+
+def begins_of_characters(spelled: bytes) -> list[int]:
+    """At which bytes the characters begin, of what is no UTF-8 the replacement characters."""
+    begins, at = [], 0
+    while at < len(spelled):
+        try:
+            good, end = spelled[at:], len(spelled)
+            good.decode()
+        except UnicodeDecodeError as error:
+            good, end = spelled[at : at + error.start], at + error.end
+        place = at
+        for char in good.decode():
+            begins.append(place)
+            place += len(char.encode())
+        if place < end:
+            begins.append(place)
+        at = end
+    return begins
+
+
+@given(st.lists(st.integers(3, byte_level().get_vocab_size() - 1), max_size=20), st.binary(max_size=8))
+@example([], "🙂".encode()[:2] + b"a")
+@example([], "🙂".encode()[:2] + "é".encode())
+@example([], "🙂".encode()[:2] + "🙂".encode()[:1] + b"\x9f\xe0\x80")
+@example([], "a\ufffd".encode() * 2)
+def test_a_token_behind_a_character_that_never_completes_begins_behind_it(ids, last_bytes):
+    tokenizer = byte_level()
+    texts = texts_of(tokenizer)
+    of_byte = {texts.bytes_of(each): each for each in range(tokenizer.get_vocab_size())}
+    ids = [*ids, *(of_byte[bytes([each])] for each in last_bytes)]
+    spelled = [texts.bytes_of(each) for each in ids]
+    assume(b"\xed" not in b"".join(spelled))  # Python's decoder waits for more behind half a surrogate pair
+    begins = begins_of_characters(b"".join(spelled))
+    places = [len(b"".join(spelled[:position])) for position in range(len(ids))]
+    text, offsets = answered(tokenizer, ids, [])
+    assert (len(text), offsets) == (len(begins), [bisect_right(begins, each) - 1 for each in places])
+
+
+def test_a_token_behind_half_a_surrogate_pair_begins_behind_both_its_characters():
+    tokenizer = byte_level()
+    of_byte = {texts_of(tokenizer).bytes_of(each): each for each in range(tokenizer.get_vocab_size())}
+    ids = [of_byte[each] for each in (b"\xed", b"\xa0", b"x", b"y")]
+    assert answered(tokenizer, ids, []) == ("\ufffd\ufffdxy", [0, 0, 2, 3])
+
+
+def test_a_word_behind_bytes_that_are_no_character_begins_behind_them():
+    tokenizer = byte_fallback()
+    first, second, dog = (tokenizer.token_to_id(each) for each in ("<0xF0>", "<0x9F>", "▁dog"))
+    assert answered(tokenizer, [dog, first, second, dog, dog], []) == (
+        "dog\ufffd\ufffd dog dog",
+        [0, 3, 3, 5, 9],
+    )
 
 
 @given(TEXTS, st.lists(st.integers(0, 99), max_size=5))

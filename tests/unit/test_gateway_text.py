@@ -241,8 +241,8 @@ def test_completion_log_probabilities_are_parallel_lists_with_running_offsets():
     tokenizer = byte_level()
     ids = tokenizer.encode("the fox").ids
     texts = TokenTexts(tokenizer)
-    maker = CompletionLogprobs(1, texts, TextOffsets(texts.detokenizer().feed, start=len("the fox")))
-    maker.begin_with_prompt(len(ids), ids[0], TextOffsets(texts.detokenizer().feed))
+    maker = CompletionLogprobs(1, texts, TextOffsets(texts.detokenizer().feed_apart, start=len("the fox")))
+    maker.begin_with_prompt(len(ids), ids[0], TextOffsets(texts.detokenizer().feed_apart))
     rows = [None, *([TokenLogprob(i, -1.0, 2), TokenLogprob(5, -0.5, 1)] for i in ids[1:])]
     first, second = maker.entries(rows[:2]), maker.entries(rows[2:])
     joined = {key: first[key] + second[key] for key in first}

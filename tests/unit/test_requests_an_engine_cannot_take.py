@@ -307,8 +307,8 @@ async def test_an_engine_makes_rows_for_the_first_output_alone_though_every_choi
 def test_log_probabilities_that_json_has_no_word_for_are_the_least():
     least, texts = float("-inf"), SimpleNamespace(text=str)
     rows = [None, [TokenLogprob(4, least, 9), TokenLogprob(5, -0.5, 1), TokenLogprob(6, least, 2)]]
-    maker = CompletionLogprobs(2, texts, TextOffsets(str, start=2))
-    maker.begin_with_prompt(2, 3, TextOffsets(str))
+    maker = CompletionLogprobs(2, texts, TextOffsets(lambda each: ("", str(each)), start=2))
+    maker.begin_with_prompt(2, 3, TextOffsets(lambda each: ("", str(each))))
     found = maker.entries(rows)
     assert found == {
         "tokens": ["3", "4"],
