@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import example, given
@@ -32,7 +33,7 @@ CUTS = st.lists(st.integers(1, 7), min_size=1, max_size=20)
 MESSY = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "f"', ', "arguments": ', '"parameters":', '{"a": 1',
-         "}", "}", "{", "[", "]", ",", '"', "\\", " ", "\n", ";", "null", "x", '"name"', ":"]
+         "}", "}", "{", "[", "]", ",", " ", "\n\n", '"', "\\", " ", "\n", ";", "null", "x", '"name"', ":"]
     ),
     max_size=20,
 ).map("".join)  # fmt: skip
@@ -130,6 +131,7 @@ def test_a_named_function_gets_all_output_as_arguments(arguments, cuts):
 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "required", "named"])
 @given(text=MESSY, first=CUTS, second=CUTS)
+@example(' [{"name": "f", x\n[', [1], [7])
 def test_the_cut_into_deltas_does_not_matter(kind, text, first, second):
     plan = ToolPlan(kind=kind, name="f")
     assert read(plan, text, first) == read(plan, text, second)
@@ -158,6 +160,34 @@ def test_a_whole_output_has_only_calls_with_objects_as_arguments(calls, at, num_
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     assert content == text or calls
     assert parser.num_calls == len(calls)
+
+
+def seconds_behind(kind, opening, num_blanks) -> float:
+    """Of this thread alone, a token of white space behind so many; of five turns the quickest."""
+    parser = make_parser(ToolPlan(kind=kind), lambda: "call")
+    parser.feed(opening)
+    for _ in range(num_blanks):
+        assert parser.feed(" " * 128) == []
+    took = []
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(50):
+            assert parser.feed(" " * 128) == []
+        took.append(time.thread_time() - began)
+    return min(took) / 50
+
+
+@pytest.mark.parametrize(
+    ("kind", "opening"),
+    [
+        ("hermes", ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
+        ("llama", ""),
+        ("required", ""),
+    ],
+)
+def test_white_space_before_a_call_costs_no_more_the_longer_it_is(kind, opening):
+    assert seconds_behind(kind, opening, 4_000) < 30 * seconds_behind(kind, opening, 0)
 
 
 def test_calls_beyond_the_allowed_number_are_dropped():

@@ -120,6 +120,7 @@ class JsonCallParser(ToolParser):
         self._reader = CallReader()
         self._opening = ""  # text before the object, for when it is no call
         self._held = ""  # text that is not yet known to be anything
+        self._blanks: list[str] = []  # white space before it that is not looked at again, for it may be long
         self._announced = False
         self._sent_to = 0  # arguments given so far, as a place in the reader's text
         self._skips = False  # this call is one too many
@@ -138,10 +139,14 @@ class JsonCallParser(ToolParser):
         if self._read == self._read_call and not self._announced:
             self._give_up("")
         elif self._read == self._read_text:
-            self._text(self._held)
+            self._text(self._take_blanks() + self._held)
         elif self._read == self._read_raw and not self._skips:
             self._append(self._held)
         self._held = ""
+
+    def _take_blanks(self) -> str:
+        blanks, self._blanks = self._blanks, []
+        return "".join(blanks)
 
     @abstractmethod
     def _read_text(self, text: str) -> str:
@@ -221,17 +226,18 @@ class HermesParser(JsonCallParser):
             keep = overlap(text, HERMES_OPEN)
             safe = text[: len(text) - keep]
             if self._blank and not safe.strip():  # white space alone before a call says nothing
-                self._held = text
+                self._blanks.append(safe)
+                self._held = text[len(text) - keep :]
                 return ""
             self._blank = False
-            self._text(safe)
+            self._text(self._take_blanks() + safe)
             self._held = text[len(text) - keep :]
             return ""
         opening = HERMES_OPEN
         if self._blank and not text[:at].strip():
-            opening = text[: at + len(HERMES_OPEN)]
+            opening = self._take_blanks() + text[: at + len(HERMES_OPEN)]
         else:
-            self._text(text[:at])
+            self._text(self._take_blanks() + text[:at])
         self._begin_call(opening)
         return text[at + len(HERMES_OPEN) :]
 
@@ -240,7 +246,7 @@ class HermesParser(JsonCallParser):
         if rest.startswith(HERMES_CLOSE):
             rest = rest[len(HERMES_CLOSE) :]
         elif HERMES_CLOSE.startswith(rest):
-            self._held = text
+            self._held = rest
             return ""
         self._read, self._blank = self._read_text, True
         return rest
@@ -274,9 +280,11 @@ class LlamaParser(JsonCallParser):
         if self._fresh:
             rest = text.lstrip(_SPACE)
             if not rest or (LLAMA_TAG.startswith(rest) and rest != LLAMA_TAG):
-                self._held = text
+                self._blanks.append(text[: len(text) - len(rest)])
+                self._held = rest
                 return ""
             self._fresh = False
+            text = self._take_blanks() + text
             if rest[0] == "{":
                 self._begin_call(text[: len(text) - len(rest)])
                 return rest
@@ -307,11 +315,12 @@ class RequiredParser(JsonCallParser):
     def _read_text(self, text: str) -> str:
         rest = text.lstrip(_SPACE)
         if not rest:
-            self._held = text
+            self._blanks.append(text)
             return ""
+        blanks = self._take_blanks()
         if rest[0] != "[":  # the engine did not hold to the schema
             self._read = self._read_plain
-            return text
+            return blanks + text
         self._read = self._read_after
         return rest[1:]
 
