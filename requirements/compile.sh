@@ -33,6 +33,23 @@ shorten dev-cpu.txt engine-cpu.txt
 shorten dev-cuda.txt engine-cuda.txt
 shorten engine-cpu.txt runtime.txt
 
+# What two files have both, a third one has for them.
+common() { # ONE, OTHER, the file of what is in both
+  python3 - "$@" <<'CODE'
+import re, sys
+from pathlib import Path
+one, other, both = map(Path, sys.argv[1:])
+locks = {path: re.split(r"\n(?=\S)", path.read_text().strip()) for path in (one, other)}
+shared = [lock for lock in locks[one] if lock in locks[other]]
+both.write_text("\n".join(shared) + "\n")
+for path, whole in locks.items():
+    includes = [lock for lock in whole if lock.startswith("-r ")]
+    left = [lock for lock in whole if lock not in [*shared, *includes]]
+    path.write_text("\n".join([*includes, f"-r {both}", *left]) + "\n")
+CODE
+}
+common engine-cpu.txt engine-cuda.txt engine.txt
+
 # What tests need is the same on every machine. Fails where it is not.
 share() { # OUT, its inner file, the other OUT, its inner file, what both have
   python3 - "$@" <<'CODE'

@@ -118,10 +118,12 @@ choose_device() {
   esac
 }
 
-# Files that lock a set, which `dev` has of `engine` but for its own in dev.txt, and `engine-cpu` of `runtime`.
+# Files that lock a set, which `dev` has of `engine` but for its own in dev.txt, and `engine-cpu` of `runtime`; both kinds
+# of engine have most in engine.txt.
 locks() {
   local set
   if [[ $device == cpu ]]; then echo "$root/requirements/runtime.txt"; fi
+  echo "$root/requirements/engine.txt"
   if [[ $1 == dev ]]; then echo "$root/requirements/dev.txt"; fi
   for set in $([[ $1 == dev ]] && echo "dev engine" || echo "$1"); do echo "$root/requirements/$set-$device.txt"; done
 }

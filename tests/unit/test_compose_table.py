@@ -240,12 +240,15 @@ def test_with_gpus_the_workers_and_the_mempool_that_makes_their_pages_have_them_
 
 
 def test_the_cuda_image_is_the_hosted_vllm_with_what_the_mempool_needs_for_gpu_pages():
-    lock = (COMPOSE.parents[1] / "requirements" / "engine-cuda.txt").read_text("utf-8").splitlines()
+    requirements = COMPOSE.parents[1] / "requirements"
+    files = [(requirements / name).read_text("utf-8") for name in ("engine-cuda.txt", "engine.txt")]
+    assert files[0].startswith("-r engine.txt\n")
+    lock = "".join(files).splitlines()
     pinned = dict(
         line.split(" ")[0].split("==") for line in lock if "==" in line and not line.startswith("#")
     )
     assert pinned["vllm"] == VLLM_VERSION
-    runtime = (COMPOSE.parents[1] / "requirements" / "runtime.txt").read_text("utf-8").splitlines()
+    runtime = (requirements / "runtime.txt").read_text("utf-8").splitlines()
     small = {line.split("==")[0] for line in runtime if "==" in line and not line.startswith("#")}
     assert small <= pinned.keys(), "the mempool and its keeper run from this image too"
     assert "cuda-bindings" in pinned
