@@ -11,7 +11,7 @@ from shared.transfer.errors import PathUnavailable
 from shared.transfer.self_test import SelfTest
 from shared.vmm.errors import VmmError
 from tests.support.fake_mover_gpus import FakeSlabs
-from tests.support.mover_spaces_rig import NUM, PER_SLAB, movers, until
+from tests.support.mover_spaces_rig import NUM, PAGE_BYTES, PER_SLAB, movers, until
 
 
 @pytest.fixture
@@ -152,6 +152,35 @@ async def test_what_was_not_let_go_when_it_began_to_rest_is_asked_for_again_when
     assert len(it.gpus.drivers[0].registered) == 1, "the other rank is page-locked no more"
     ranks = await removed(it, 2)
     assert (it.gpus.drivers[0].registered, [mapped.memory.num_bytes for mapped in ranks]) == ({}, [0, 0])
+
+
+async def test_one_piece_that_was_not_let_go_keeps_no_other_from_being_page_locked_again(
+    rig, said, monkeypatch
+):
+    monkeypatch.setattr(mover_spaces, "PIN_CHUNK_BYTES", 3 * PAGE_BYTES)
+    it = rig(pin_host=True)
+    it.add(1, (0,))
+    it.add(2, 1)
+    await it.pinned()
+    driver = it.gpus.drivers[0]
+    registered, register = driver.registered, driver.register_host
+
+    def register_once(address, num_bytes):
+        if address in registered:
+            raise CopyFailed("cuMemHostRegister", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
+        register(address, num_bytes)
+
+    monkeypatch.setattr(driver, "register_host", register_once)
+    num_pieces = len(registered)
+    assert num_pieces > 2
+    driver.fail_at["unregister_host"] = 1
+    it.mover.pinning.rest(2)
+    await until(lambda: [event for event, _ in said].count("not_unlocked"))
+    assert len(registered) == 1
+    it.mover.pinning.wake(2)
+    await until(lambda: len(registered) == num_pieces)
+    await removed(it, 2)
+    assert registered == {}
 
 
 @pytest.mark.parametrize("call", ["unmap", "free_reservation"])
