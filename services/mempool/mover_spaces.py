@@ -194,7 +194,8 @@ class Mapper:
             if not isinstance(host, HostMapping):
                 continue
             left = [each for each in _chunks(host, mapped.region.page_bytes) if not self._is_pinned(*each)]
-            left = [each for each in left if each[0] not in self._stuck]  # its driver may know other pages there
+            # there the driver may know other pages
+            left = [each for each in left if each[0] not in self._stuck]
             if not left:
                 continue
             if host.base in self._refused and (wait_s := self._refused[host.base].again_s - now_s) > 0:
