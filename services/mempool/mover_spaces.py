@@ -193,9 +193,12 @@ class Mapper:
             host = mapped.memory
             if not isinstance(host, HostMapping):
                 continue
-            left = [each for each in _chunks(host, mapped.region.page_bytes) if not self._is_pinned(*each)]
-            # there the driver may know other pages
-            left = [each for each in left if each[0] not in self._stuck]
+            left = [
+                each
+                for each in _chunks(host, mapped.region.page_bytes)
+                if not self._is_pinned(*each)
+                and each[0] not in self._stuck  # else the driver may know other pages
+            ]
             if not left:
                 continue
             if host.base in self._refused and (wait_s := self._refused[host.base].again_s - now_s) > 0:

@@ -2,25 +2,20 @@
 
 import pytest
 
-from services.scheduler import config, shell
+from services.scheduler import shell
 from services.scheduler.core import gateways
-from services.scheduler.shell import Scheduler
-from shared.transport.clock import MonotonicClock
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER, Ended, GatewayHello
 from shared.wire.reports import REPORT_REPLIES, REPORTS
 from tests.support.control_plane import hello, place, until
+from tests.support.lone_scheduler import scheduler_of_one
 
 
 @pytest.fixture
 async def scheduler(tmp_path, monkeypatch):
     monkeypatch.setattr(gateways, "GRACE_MS", 1_500)
-    flags = ["--listen", f"ipc://{tmp_path}/place", "--report-listen", f"ipc://{tmp_path}/report"]
-    made = Scheduler(config.load([*flags, "--dead-after-ms", "100000"]), MonotonicClock(), "boot")
-    await made.start()
-    made.instances.hello(hello("c0", role="colocated"), now_ms=MonotonicClock().now_ms())
-    yield made
-    await made.stop()
+    async with scheduler_of_one(tmp_path) as made:
+        yield made
 
 
 async def gateway(scheduler, name, **more):

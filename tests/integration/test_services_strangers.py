@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-from services.scheduler import config
-from services.scheduler.shell import Scheduler
-from shared.transport.clock import MonotonicClock
 from shared.transport.zmq_channel import DealerLink
 from shared.wire.placement import FROM_SCHEDULER, TO_SCHEDULER
 from shared.wire.reports import REPORT_REPLIES, REPORTS
@@ -14,6 +11,7 @@ from shared.wire.requests import TO_GATEWAY, TO_WORKER, Abort, Alive
 from tests.integration.test_worker_front import running
 from tests.support.ask_answer import until
 from tests.support.control_plane import hello, place
+from tests.support.lone_scheduler import scheduler_of_one
 
 ROOM = 3  # connections that each server takes here
 
@@ -40,12 +38,8 @@ async def dial():
 
 @pytest.fixture
 async def scheduler(tmp_path):
-    flags = ["--listen", f"ipc://{tmp_path}/place", "--report-listen", f"ipc://{tmp_path}/report"]
-    made = Scheduler(config.load([*flags, "--dead-after-ms", "100000"]), MonotonicClock(), "boot")
-    await made.start()
-    made.instances.hello(hello("c0", role="colocated"), now_ms=MonotonicClock().now_ms())
-    yield made
-    await made.stop()
+    async with scheduler_of_one(tmp_path) as made:
+        yield made
 
 
 async def a_newcomer_gets_in(dial, server, channels, says):
