@@ -1,8 +1,9 @@
-"""The supervisor's last will: `python -I -S guard.py`, with the supervisor holding the other end of stdin.
+"""The supervisor's last will: `python -I -S guard.py PID...`, with the supervisor holding the other end of stdin.
 
 Each service leads its own session. PR_SET_PDEATHSIG ends the leaders when the supervisor dies; what a leader
-had started itself (gateway processes, engine cores) may outlive it. The supervisor writes `+PID` and `-PID`
-lines; at end of file this process kills every member of the sessions still named.
+had started itself (gateway processes, engine cores) may outlive it. The arguments name the sessions that live
+already; the supervisor writes `+PID` and `-PID` lines behind them; at end of file this process kills every member
+of the sessions still named.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def main() -> None:
     """Read until the supervisor is gone, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    leaders: set[int] = set()
+    leaders = {int(pid) for pid in sys.argv[1:]}
     for line in sys.stdin:
         pid = int(line[1:])
         if line[0] == "+":

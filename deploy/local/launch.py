@@ -124,7 +124,8 @@ class Guard:
         self._tried_s = loop.time()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(HERE / "guard.py")],
+                # as arguments: it knows them from its first instruction, whatever becomes of this process
+                [sys.executable, "-I", "-S", str(HERE / "guard.py"), *map(str, sorted(self._leaders))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 bufsize=0,
@@ -134,7 +135,6 @@ class Guard:
                 loop.add_reader(self._process.stdin, self._lost)
         except OSError:
             self._lost()
-        self._say("".join(f"+{pid}\n" for pid in self._leaders))
 
     def _say(self, lines: str) -> None:
         if self._process is not None and self._process.stdin is not None:

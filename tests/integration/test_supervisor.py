@@ -213,9 +213,10 @@ def guard_of(run):
 
 def test_the_guard_may_be_killed_and_orphans_still_do_not_stay(run):
     run.add("a", "--grandchild").start().wait_ready()
-    os.kill(guard_of(run), signal.SIGKILL)
-    eventually(lambda: guard_of(run), "another guard")
-    time.sleep(0.2)  # until it was told who lives
+    first = guard_of(run)
+    os.kill(first, signal.SIGKILL)
+    # on a busy machine the first one is still there for a while
+    eventually(lambda: guard_of(run) not in (None, first), "another guard")
     run.process.kill()
     eventually(lambda: not any(alive(pid) for pid in run.pids()), "no orphans")
 
