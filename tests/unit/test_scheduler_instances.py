@@ -4,7 +4,7 @@ import pytest
 
 from services.scheduler.core.instances import InstanceLimits, Instances
 from services.scheduler.core.load import InstanceLoad
-from shared.wire.reports import Goodbye, Refused, Resync, Welcome
+from shared.wire.reports import Goodbye, Refused, Resync, Room, Welcome
 from tests.support.control_plane import hello, report
 
 
@@ -238,6 +238,41 @@ def test_a_decode_stage_counts_once_before_and_after_it_arrives():
     one.on_report(report("d0", num_running=1, running_context_tokens=60), now_ms=6_000)
     view = one.view(now_ms=6_000)
     assert (view.num_requests, view.context_tokens) == (1, 60)
+
+
+def test_what_is_on_its_way_counts_on_top_of_requests_that_somebody_else_placed():
+    """Behind a scheduler's restart, say: its worker runs ten of another's, and says what has come since."""
+    one = InstanceLoad(256, 8_192, only_decodes=True)
+    one.on_report(report("d0", seq=1, num_running=10, running_context_tokens=1_000, arrived=[]), now_ms=0)
+    for number in range(5):
+        one.add_handoff((f"r{number}", 1), context_tokens=100, now_ms=10)
+    view = one.view(now_ms=11)
+    assert (view.num_requests, view.num_decodes, view.context_tokens) == (15, 15, 1_500)
+    came = [("r0", 1), ("r1", 1)]
+    one.on_report(report("d0", seq=2, num_running=12, running_context_tokens=1_200, arrived=came), now_ms=20)
+    view = one.view(now_ms=21)
+    assert (view.num_requests, view.context_tokens) == (15, 1_500)
+
+
+def test_a_hand_off_whose_prompt_is_long_takes_room_until_it_has_come():
+    one = InstanceLoad(256, 8_192, only_decodes=True)
+    one.on_report(report("d0", seq=1, room=Room(1_000, 400, 0, 64), arrived=[]), now_ms=0)
+    one.add_handoff(("long", 1), context_tokens=100_000, now_ms=10, need_blocks=300)
+    one.on_report(report("d0", seq=2, room=Room(1_000, 400, 0, 64), arrived=[]), now_ms=15_000)
+    assert one.view(now_ms=15_000).room_blocks == 100
+    came = report("d0", seq=3, num_running=1, room=Room(1_000, 100, 0, 64), arrived=[("long", 1)])
+    one.on_report(came, now_ms=15_100)
+    assert one.view(now_ms=15_100).room_blocks == 100
+
+
+def test_hand_offs_that_a_lost_report_told_of_count_once():
+    one = InstanceLoad(256, 8_192, only_decodes=True)
+    one.on_report(report("d0", seq=1, arrived=[]), now_ms=0)
+    for number in range(5):
+        one.add_handoff((f"r{number}", 1), context_tokens=100, now_ms=10)
+    one.on_report(report("d0", seq=3, num_running=5, running_context_tokens=500, arrived=[]), now_ms=200)
+    view = one.view(now_ms=200)
+    assert (view.num_requests, view.context_tokens) == (5, 500)
 
 
 def test_a_decode_stage_whose_end_was_never_told_stops_counting():

@@ -65,7 +65,8 @@ class InstanceLoad:
     _unreported: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # prefill and colocated
     _young: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, perhaps not arrived
     _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
-    _coming: set[AttemptKey] = field(default_factory=set)  # of the young: not said to have come
+    # decode, not said to have come; where a report was lost, nothing that was on its way then
+    _coming: dict[AttemptKey, OpenStage] = field(default_factory=dict)
     _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
@@ -115,8 +116,7 @@ class InstanceLoad:
     def add_handoff(self, key: AttemptKey, *, context_tokens: int, now_ms: int, need_blocks: int = 0) -> None:
         """A decode stage was placed here; its request is prefilled elsewhere first."""
         self._drained = None
-        self._young[key] = OpenStage(now_ms, 0, context_tokens, need_blocks=need_blocks)
-        self._coming.add(key)
+        self._young[key] = self._coming[key] = OpenStage(now_ms, 0, context_tokens, need_blocks=need_blocks)
         self._young_context_tokens += context_tokens
 
     def end(self, key: AttemptKey) -> None:
@@ -124,7 +124,7 @@ class InstanceLoad:
         self._drained = None
         self._unreported.pop(key, None)
         self._colocated.pop(key, None)
-        self._coming.discard(key)
+        self._coming.pop(key, None)
         if (young := self._young.pop(key, None)) is not None:
             self._young_context_tokens -= young.context_tokens
         if (old := self._old.pop(key, None)) is not None:
@@ -139,7 +139,7 @@ class InstanceLoad:
         self._drained = None
         for key in report.arrived or ():
             self._unreported.pop(key, None)
-            self._coming.discard(key)
+            self._coming.pop(key, None)
         says_all = report.arrived is not None and (self.report is None or report.seq == self.report.seq + 1)
         self.report, self.reported_at_ms = report, now_ms
         patience_ms = self.arrive_ms if says_all else self.transit_ms
@@ -148,12 +148,14 @@ class InstanceLoad:
             if stage.placed_at_ms + patience_ms > now_ms:
                 break
             del self._unreported[key]
+        if not says_all:
+            self._coming.clear()
         if report.arrived is not None:
             come = self._num_whole() + len(self._old) + len(self._young) - len(self._coming)
             self._num_others = max(0, _num_seen(report) - come)
 
     def view(self, *, now_ms: int) -> LoadView:
-        """Best estimate. Cost: O(direct stages placed since the last report) behind a change, else O(1)."""
+        """Best estimate. Cost: O(stages not said to have come) behind a change, else O(1)."""
         rest, drained_at_ms, _ = self.standing(now_ms=now_ms)
         if now_ms >= drained_at_ms:
             return rest
@@ -178,8 +180,16 @@ class InstanceLoad:
         seen = _num_seen(report) if report else 0
         seen_context = max(0, report.running_context_tokens) if report else 0
         prefill = max(0, report.unfinished_prefill_tokens) if report else 0
-        context = max(seen_context, min(self._old_context_tokens, seen_context) + self._young_context_tokens)
-        num_requests = max(seen, min(len(self._old), seen) + len(self._young)) + len(self._unreported)
+        context = min(self._old_context_tokens, seen_context) + self._young_context_tokens
+        num_requests = min(len(self._old), seen) + len(self._young)
+        # who says what has come has what is on its way on top, whatever else it runs
+        coming = (
+            [stage for key, stage in self._coming.items() if key in self._young]
+            if self._says_arrived()
+            else []
+        )
+        context = max(seen_context + sum(stage.context_tokens for stage in coming), context)
+        num_requests = max(seen + len(coming), num_requests) + len(self._unreported)
         queue_ms = 0.0
         for stage in self._unreported.values():
             prefill += stage.prefill_tokens
@@ -190,6 +200,9 @@ class InstanceLoad:
             num_requests / self.max_running, prefill / self.max_batched_tokens, queue_ms,
             num_requests if self.only_decodes else self._num_decodes(seen), self._room_blocks(seen),
         )  # fmt: skip
+
+    def _says_arrived(self) -> bool:
+        return self.report is not None and self.report.arrived is not None
 
     def _num_whole(self) -> int:
         """Whole requests that are in the report."""
@@ -206,7 +219,8 @@ class InstanceLoad:
         room = self.report.room
         come = max(0, seen - self._num_whole() - self._num_others)
         missing = len(self._old) + len(self._young) - come
-        on_way = sum(stage.need_blocks for stage in islice(reversed(self._young.values()), max(0, missing)))
+        coming = self._coming if self._says_arrived() else self._young
+        on_way = sum(stage.need_blocks for stage in islice(reversed(coming.values()), max(0, missing)))
         on_way += sum(stage.need_blocks for stage in self._unreported.values())
         return max(0, room.free_blocks) - max(0, room.owed_blocks) - on_way
 
@@ -242,8 +256,9 @@ class InstanceLoad:
             key, stage = next(iter(self._young.items()))
             if stage.placed_at_ms + self.arrive_ms > now_ms:
                 break
-            self.end(key)
-            self._old[key] = stage
+            # still among those that come, perhaps: a long prompt, and what it takes here is free until then
+            self._old[key] = self._young.pop(key)
+            self._young_context_tokens -= stage.context_tokens
             self._old_context_tokens += stage.context_tokens
         while self._old:
             key, stage = next(iter(self._old.items()))
