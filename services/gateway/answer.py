@@ -14,6 +14,7 @@ from services.gateway.call import Call
 from services.gateway.choices import Choice
 from services.gateway.cluster import Cluster
 from services.gateway.core.admission import Admission, Admitted
+from services.gateway.core.siblings import Siblings
 from services.gateway.edge import STATUS
 from services.gateway.http_body import Receive, Scope
 from services.gateway.http_errors import error_body, header_block, header_lines, status_of, type_of
@@ -67,6 +68,10 @@ class Answer(ABC):
     def run(self, calls: list[Call]) -> None:
         """Start every call; their sinks belong to this answer."""
         self.calls = calls
+        if len(calls) > 1:
+            siblings = Siblings()
+            for call in calls:
+                call.flow.siblings = siblings
         metrics.IN_FLIGHT.inc(len(calls))
         for call in calls:
             if not self.ended:  # the first may have failed at once

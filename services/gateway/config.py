@@ -58,7 +58,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     tree_cache_age_ms: int = 250  # for so long
     membership_interval_ms: int = 1000
     placement_deadline_ms: int = 15_000  # first placement, and each new one after a failure
-    shed_wait_ms: int = 1_000  # how long a request waits when every instance is full
+    # how long a request waits when every instance is full, unless another of its prompts runs, or has
+    shed_wait_ms: int = 1_000
     place_reply_ms: int = 1_000
     request_deadline_ms: int = 600_000
     # a begun stream that lost its instance: to its next token, else one error event

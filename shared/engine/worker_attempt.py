@@ -185,7 +185,10 @@ class Attempt:
         parent = self._clock.span.traceparent
         if message.handoff is not None:
             # a stream that lost its instance stands still at the client, and its next token is due: it waits for nobody
-            goes_on = message.num_output_tokens > len(message.handoff.output_token_ids)
+            num_from_prefill = (
+                len(message.handoff.output_token_ids) if message.handoff.mode == "continue" else 0
+            )
+            goes_on = message.num_output_tokens > num_from_prefill
             if self._context.room is not None and not goes_on:
                 self._clock.room_wait_ms = await self._context.room.enter(
                     self._engine_id, message.handoff, len(self._tokens), self._sampling

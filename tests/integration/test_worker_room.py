@@ -165,13 +165,16 @@ async def test_nobody_waits_for_ever_or_where_waiting_helps_nobody(model_dir, wh
         assert asked(pages) == ["h-a"]
 
 
-@pytest.mark.parametrize(("num_made", "waits"), [(1, True), (5, False)])
-async def test_a_stream_that_lost_its_instance_waits_for_nobody(model_dir, num_made, waits):
-    """Its next token is due in gateway.resume_deadline_ms; of a first attempt, prefill alone has made one."""
+@pytest.mark.parametrize(
+    ("mode", "num_made", "waits"),
+    [("continue", 1, True), ("continue", 5, False), ("resample", 0, True), ("resample", 1, False)],
+)
+async def test_a_stream_that_lost_its_instance_waits_for_nobody(model_dir, mode, num_made, waits):
+    """Its next token is due in gateway.resume_deadline_ms; of a first attempt, prefill alone has made one, if that."""
     async with door(model_dir) as (rig, pages, gateway):
         handoff = HandoffState(
             handoff_id=HandoffId("h-a"), source=InstanceId("prefill-0"), description=rig.engine.description,
-            valid_tokens=40, mode="continue", output_token_ids=[7],
+            valid_tokens=40, mode=mode, output_token_ids=[7],
         )  # fmt: skip
         gateway.generate(
             "a", list(range(3, 43)), stage="decode", handoff=handoff, max_tokens=8, num_output_tokens=num_made

@@ -49,8 +49,10 @@ def target(name: str) -> Target:
 class World:
     """Runs the machine and keeps the books that the claims are about."""
 
-    def __init__(self, continues):
+    def __init__(self, continues, beside):
         self.flow = RequestFlow(Limits(1_000, 200, 100, 5_000, RESUME_MS), continues=continues)
+        if beside:
+            self.flow.siblings.begun()  # another prompt of its request runs, and on and on
         self.now_ms = 0
         self.lost_ms: int | None = None  # since when a client that reads waits for what comes next
         self.outcomes = []
@@ -163,9 +165,9 @@ STEPS = st.lists(
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(STEPS, st.booleans())
-def test_exactly_one_outcome_and_nothing_left_running(steps, continues):
-    world = World(continues)
+@given(STEPS, st.booleans(), st.booleans())
+def test_exactly_one_outcome_and_nothing_left_running(steps, continues, beside):
+    world = World(continues, beside)
     for source, number, a, b, stale, elapsed_ms in steps:
         known = NATURAL[world.flow.phase] if source == "natural" else EVENTS
         name = known[number % len(known)]
@@ -183,8 +185,11 @@ def test_exactly_one_outcome_and_nothing_left_running(steps, continues):
             if name in ("failed", "fatal", "down") and world.outcomes:
                 assert not isinstance(world.outcomes[0], Fail) or ended_before, "the client has all of it"
         assert world.flow.attempt <= MAX_ATTEMPTS
+        runs = world.flow.phase in (Phase.PREFILLING, Phase.DECODING)
+        assert world.flow.siblings._num_running == runs + beside
     for _ in range(200):  # nothing but time: the deadlines end it
         world.event("tick", "a", "b", False, 50)
     assert len(world.outcomes) == 1
+    assert world.flow.siblings._num_running == beside
     assert not world.working
     assert not world.counted

@@ -32,6 +32,18 @@ def test_tenant_limit_is_429_and_leaves_the_others_alone():
     assert isinstance(gate.enter("b", 1, now_ms=0), Admitted)
 
 
+def test_a_tenant_at_its_limit_is_told_when_one_of_its_own_requests_will_end():
+    gate = Admission(1_000, max_per_tenant=4)
+    for _ in range(200):  # answers take a minute
+        gate.leave(gate.enter("others", 1, now_ms=0), now_ms=60_000)
+    for number in range(300):
+        gate.enter(f"other{number}", 1, now_ms=0)
+    for _ in range(4):
+        gate.enter("a", 1, now_ms=0)
+    assert gate.enter("a", 1, now_ms=0).retry_after_ms == 15_000
+    assert gate.enter("b", 1_000, now_ms=0).retry_after_ms == 1_000, "of everybody's, one ends soon"
+
+
 def test_draining_refuses_everybody():
     gate = Admission(10)
     gate.draining = True

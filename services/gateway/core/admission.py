@@ -51,11 +51,11 @@ class Admission:
             return Shed(503, "draining", "The server is shutting down.", RETRY_AFTER_MIN_MS)
         if self.num_running + cost > self.max_concurrent:
             reason = f"The server is at its limit of {self.max_concurrent} concurrent requests."
-            return Shed(503, "overloaded", reason, self._retry_after_ms())
+            return Shed(503, "overloaded", reason, self._retry_after_ms(self.num_running))
         held = self._per_tenant.get(tenant, 0)
         if self.max_per_tenant and held + cost > self.max_per_tenant:
             reason = f"Your key is at its limit of {self.max_per_tenant} concurrent requests."
-            return Shed(429, "rate_limit_exceeded", reason, self._retry_after_ms())
+            return Shed(429, "rate_limit_exceeded", reason, self._retry_after_ms(held))
         self.num_running += cost
         self._per_tenant[tenant] = held + cost
         return Admitted(tenant, cost, now_ms)
@@ -77,8 +77,8 @@ class Admission:
         if is_answer:
             self._duration_ms += _SMOOTHING * (now_ms - ticket.since_ms - self._duration_ms)
 
-    def _retry_after_ms(self) -> int:
-        """Time until some place should be free again, rounded up to whole seconds."""
-        wait_ms = self._duration_ms / max(1, self.num_running)
+    def _retry_after_ms(self, num_held: int) -> int:
+        """Time until one of so many places should be free again, rounded up to whole seconds."""
+        wait_ms = self._duration_ms / max(1, num_held)
         whole_s = -(-int(wait_ms) // 1000)
         return min(RETRY_AFTER_MAX_MS, max(RETRY_AFTER_MIN_MS, whole_s * 1000))

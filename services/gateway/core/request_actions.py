@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from services.gateway.core.request_limits import RETRY_AFTER_MS
 from shared.ids import HandoffId, InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Target
@@ -66,3 +67,13 @@ class Fail(Struct, frozen=True):
 
 
 Action = SendPlace | SendGenerate | SendAbort | SendEnded | Discard | GoOn | Complete | Cancel | Fail
+
+
+def over_budget(code: str, message: str) -> Fail:
+    """No retry is left for a request that lost its instance."""
+    return Fail(code, f"{sentence(message)} No retry is left in the budget.", RETRY_AFTER_MS)
+
+
+def sentence(text: str) -> str:
+    """What other processes say is a sentence or a clause; here it ends like a sentence."""
+    return text if text.endswith(".") else f"{text}."

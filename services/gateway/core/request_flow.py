@@ -26,20 +26,24 @@ from services.gateway.core.request_actions import (
     SendEnded,
     SendGenerate,
     SendPlace,
+    over_budget,
+    sentence,
+)
+from services.gateway.core.request_limits import (
+    BACKOFF_FIRST_MS,
+    BACKOFF_MAX_MS,
+    MAX_ATTEMPTS,
+    MAX_LOSSES,
+    MAX_LOSSES_IN_A_ROW,
+    Limits,
 )
 from services.gateway.core.retry_budget import RetryBudget
+from services.gateway.core.siblings import SIBLING_WAIT_MS, Siblings
 from shared.errors import ClusterError, PeerGone, PeerProtocolError
 from shared.ids import InstanceId
 from shared.wire.handoff import HandoffState
 from shared.wire.placement import Held, Placed, Rejected, SchedulerToGateway
 from shared.wire.requests import HandoffTarget
-
-BACKOFF_FIRST_MS = 50
-RETRY_AFTER_MS = 1_000  # what a client is told when the retry budget is spent
-BACKOFF_MAX_MS = 1_000
-MAX_ATTEMPTS = 64  # beyond any placement deadline at BACKOFF_MAX_MS; a bound even if settings say otherwise
-# Instances lost with one request, in a row without a token in between, and in all: it may be what kills them.
-MAX_LOSSES_IN_A_ROW, MAX_LOSSES = 3, 8
 
 
 class Phase(Enum):
@@ -50,18 +54,6 @@ class Phase(Enum):
     PREFILLING = "prefilling"
     DECODING = "decoding"  # or colocated
     ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Durations in ms."""
-
-    placement_deadline_ms: int = 15_000
-    shed_wait_ms: int = 1_000
-    place_reply_ms: int = 1_000
-    request_deadline_ms: int = 600_000
-    resume_deadline_ms: int = 1_800  # of a begun stream, from the loss of its instance to its next token
-    worker_silent_ms: int = 1_500  # an instance that answers no heartbeat for so long is lost
 
 
 @dataclass(slots=True)
@@ -90,6 +82,8 @@ class RequestFlow:
     _backoff_ms: int = BACKOFF_FIRST_MS
     # a begun stream lost its instance: its next token must come by then; 0: nothing is owed
     resume_by_ms: int = 0
+    siblings: Siblings = field(default_factory=Siblings)  # one for all prompts of its request
+    _num_gave_way: int = 0  # attempts rejected because of them
 
     def start(self, *, now_ms: int) -> list[Action]:
         """First placement."""
@@ -138,6 +132,7 @@ class RequestFlow:
         if self.phase is not Phase.PLACING or placed.attempt != self.attempt:
             return []
         self.placed = placed
+        self.siblings.begun()
         left_ms = max(1, self._deadline_ms - now_ms)
         if placed.kind == "disaggregated" and placed.prefill is not None:
             self.phase = Phase.PREFILLING
@@ -149,17 +144,29 @@ class RequestFlow:
         return [SendGenerate(self.attempt, placed.decode, "colocated", left_ms, kv=placed.kv)]
 
     def on_rejected(self, rejected: Rejected, *, now_ms: int) -> list[Action]:
-        """No instance now: wait as long as the deadlines allow, then fail."""
+        """No instance now: wait as long as its siblings run, then as long as the deadlines allow, then fail."""
         if self.phase is not Phase.PLACING or rejected.attempt != self.attempt:
             return []
         self.last_failure = rejected.reason
         self.exclude = []  # better an instance that failed once than none
         wait_ms = max(1, rejected.retry_after_ms)
-        full = rejected.code == "overloaded" and self.num_retries == 0
-        until_ms = min(self._shed_by_ms, self._place_by_ms) if full else self._place_by_ms
-        if now_ms + wait_ms > until_ms or self.attempt >= MAX_ATTEMPTS:
+        full = rejected.code == "overloaded"
+        if full and self.siblings.hold(self.wake):
+            self._num_gave_way += 1
+            self._place_by_ms = now_ms + self.limits.placement_deadline_ms
+            return self._back_off(now_ms, max(wait_ms, SIBLING_WAIT_MS))
+        sheds = full and self.num_retries == 0 and not self.siblings.have_run
+        until_ms = min(self._shed_by_ms, self._place_by_ms) if sheds else self._place_by_ms
+        if now_ms + wait_ms > until_ms or not self._may_ask:
             return self._end(Fail("overloaded", rejected.reason, max(1_000, wait_ms)))
         return self._back_off(now_ms, wait_ms)
+
+    def wake(self) -> bool:
+        """Place again with the next tick, if it waits: there may be room now. Whether it does."""
+        if self.phase is not Phase.BACKOFF:
+            return False
+        self._wake_ms = 0
+        return True
 
     def on_held(self, held: Held, *, now_ms: int) -> list[Action]:
         """The scheduler answers later: no instance has room in its pages."""
@@ -284,6 +291,10 @@ class RequestFlow:
 
     # ---- inside ----
 
+    @property
+    def _may_ask(self) -> bool:
+        return self.attempt - self._num_gave_way < MAX_ATTEMPTS
+
     def _place(self, now_ms: int) -> list[Action]:
         self.attempt += 1
         self.phase = Phase.PLACING
@@ -295,8 +306,8 @@ class RequestFlow:
     def _place_later(self, now_ms: int) -> list[Action]:
         """Placing failed without a verdict: again after a growing pause, until the placement deadline."""
         wait_ms, self._backoff_ms = self._backoff_ms, min(BACKOFF_MAX_MS, 2 * self._backoff_ms)
-        if now_ms + wait_ms > self._place_by_ms or self.attempt >= MAX_ATTEMPTS:
-            return self._end(Fail("overloaded", f"No placement: {_sentence(self.last_failure)}", 1_000))
+        if now_ms + wait_ms > self._place_by_ms or not self._may_ask:
+            return self._end(Fail("overloaded", f"No placement: {sentence(self.last_failure)}", 1_000))
         return self._back_off(now_ms, wait_ms)
 
     def _back_off(self, now_ms: int, wait_ms: int) -> list[Action]:
@@ -332,8 +343,9 @@ class RequestFlow:
                     f"{self._num_losses} instances were lost while they ran this request; it is given up."
                 )
                 return [*actions, *self._end(Fail(ClusterError.code, reason))]
-        if not self._may_retry(now_ms):
-            return [*actions, *self._end(_over_budget(code, message))]
+        # a cluster that loses its workers is not asked for everything again
+        if self.budget is not None and not self.budget.take(now_ms):
+            return [*actions, *self._end(over_budget(code, message))]
         if self.bytes_sent and not self.resume_by_ms:
             # It has got on since its last loss: this one is as its first. Another before the next token is not.
             self.resume_by_ms = now_ms + self.limits.resume_deadline_ms
@@ -342,10 +354,6 @@ class RequestFlow:
             self.exclude = [*self.exclude, gone]
         return [*actions, *self._retry(message, now_ms)]
 
-    def _may_retry(self, now_ms: int) -> bool:
-        """Takes it from the budget: a cluster that loses its workers is not asked for everything again."""
-        return self.budget is None or self.budget.take(now_ms)
-
     def _retry(self, message: str, now_ms: int) -> list[Action]:
         """A running attempt was lost, before the client saw a byte of it or with one that can go on."""
         lost = GoOn() if self.bytes_sent else Discard()
@@ -353,7 +361,8 @@ class RequestFlow:
         self.num_retries += 1
         if self.num_retries == 1 or self._has_output:  # the last placement was of use: a fresh one's clock
             self._place_by_ms = now_ms + self.limits.placement_deadline_ms
-        if self.num_retries == 1 and self.attempt < MAX_ATTEMPTS:
+        self._leave()
+        if self.num_retries == 1 and self._may_ask:
             return [lost, *self._place(now_ms)]
         return [lost, *self._place_later(now_ms)]
 
@@ -369,6 +378,12 @@ class RequestFlow:
             aborts.append(SendAbort(self.attempt, placed.prefill, placed.handoff_id))
         return [*aborts, SendEnded(self.attempt)]
 
+    def _leave(self) -> None:
+        """Its place is free for another prompt of the request."""
+        if self.phase in (Phase.PREFILLING, Phase.DECODING):
+            self.siblings.left()
+            self.phase = Phase.BACKOFF
+
     def _stop(self, outcome: Complete | Cancel | Fail) -> list[Action]:
         if self.phase is Phase.ENDED:
             return []
@@ -379,14 +394,6 @@ class RequestFlow:
 
     def _end(self, outcome: Complete | Cancel | Fail) -> list[Action]:
         assert self.phase is not Phase.ENDED, "a request ends once"
+        self._leave()
         self.phase = Phase.ENDED
         return [outcome]
-
-
-def _over_budget(code: str, message: str) -> Fail:
-    return Fail(code, f"{_sentence(message)} No retry is left in the budget.", RETRY_AFTER_MS)
-
-
-def _sentence(text: str) -> str:
-    """What other processes say is a sentence or a clause; here it ends like a sentence."""
-    return text if text.endswith(".") else f"{text}."
