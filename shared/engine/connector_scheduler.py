@@ -107,6 +107,7 @@ class SchedulerSide:
         last = num_blocks(kv.tokens_offered, self.block_tokens)
         kv.load_tried = True
         kv.tokens_loaded, kv.blocks_loaded, kv.blocks_local = num_external, last - first, first
+        kv.is_told = False  # perhaps that it needed none, before it was preempted
         keys: list[bytes] = list(held.hashes[first:last])
         self.loads_of[request.request_id] = keys
         self.loading.update(dict.fromkeys(keys, request.request_id))

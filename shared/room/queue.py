@@ -78,19 +78,24 @@ class RoomQueue:
             self._entering.pop(self._entered.popleft()[1], None)
 
     def admit(self, figures: Figures | None, *, now_ms: int) -> list[str]:
-        """Who begins now, in order; the first that has no room keeps those behind it waiting. None: not known."""
-        out: list[str] = []
+        """Who begins now: whose time is over, then the first ones in order; the first that has no room keeps those
+        behind it waiting. None: not known."""
+        # wherever they stand: one whose pages another host holds has less time than one before it
+        out = [key for key, one in self._waiting.items() if now_ms >= one.until_ms]
+        for key in out:
+            self._enter(key)
         while self._waiting:
             key, first = next(iter(self._waiting.items()))
             if not (
                 figures is None
                 or not (figures.needs or self._entering)
-                or now_ms >= first.until_ms
                 or len(self._waiting) > self._most
                 or figures.lacking([*self._entering.values(), first.need]) <= 0
             ):
                 break
-            del self._waiting[key]
-            self._entering[key] = first.need
+            self._enter(key)
             out.append(key)
         return out
+
+    def _enter(self, key: str) -> None:
+        self._entering[key] = self._waiting.pop(key).need

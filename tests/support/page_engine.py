@@ -35,7 +35,7 @@ from shared.kv.page import PageState
 from shared.mempool import page_quota
 from tests.support.page_world import SimLink, World, instance
 from tests.support.told_slices import ToldSlices
-from tests.unit.mempool_harness import BLOCK_TOKENS, DESCRIPTION, SEED
+from tests.unit.mempool_harness import BLOCK_TOKENS, SEED
 
 MODEL = Path(__file__).resolve().parents[2] / "deploy" / "models" / "quire-demo"
 MAX_MODEL_LEN = 96
@@ -184,7 +184,7 @@ class SimEngine:
         config = copy.copy(_config())
         config.additional_config = {
             "quire": {
-                "description": msgspec.json.encode(DESCRIPTION).decode(), "mempool_socket": socket,
+                "description": msgspec.json.encode(world.description).decode(), "mempool_socket": socket,
                 "instance": self.instance, "handoff_ttl_ms": 1000,
                 "fair": {"slice_steps": slice_steps, **rules}, "swap": {"is_on": swaps, "bytes_per_s": 1e300}, **MORE,
             }

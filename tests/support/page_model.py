@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
@@ -24,7 +25,7 @@ from tests.support import page_turns
 from tests.support.page_engine import SimEngine
 from tests.support.page_memory_rules import MemoryRules
 from tests.support.page_world import World, hashes_of
-from tests.unit.mempool_harness import BLOCK_TOKENS
+from tests.unit.mempool_harness import BLOCK_TOKENS, DESCRIPTION
 
 SOCKET = "model"
 BASES = [bytes((i * k) % 3 for i in range(40)) for k in (1, 2, 5)]
@@ -82,6 +83,8 @@ class PagesModel(MemoryRules):
     )  # fmt: skip
     def begin(self, num_pages, depths, v2, pump_waits, slice_steps, swap_pages):
         self.world = World(SOCKET, num_pages, swap_pages=swap_pages)
+        # as every engine's, which keeps a request's pages ready in it
+        self.world.description = msgspec.structs.replace(DESCRIPTION, max_model_len=self._most_tokens)
         self.options = {
             "v2_runner": v2,
             "slice_steps": slice_steps,
@@ -123,14 +126,18 @@ class PagesModel(MemoryRules):
 
     # -- requests -------------------------------------------------------------------------------------------
 
+    @property
+    def _most_tokens(self) -> int:
+        """Of a request: what one of two engines may keep."""
+        return (int(self.world.num_pages * self.world.kept_share) // 2 - 1) * BLOCK_TOKENS
+
     def _text(self, pick, length, tail) -> bytes:
         """A prompt that shares some beginning with others; short enough for an engine's part of the pool."""
-        most = (int(self.world.num_pages * self.world.kept_share) // 2 - 1) * BLOCK_TOKENS
+        most = self._most_tokens
         return (self.texts[pick % len(self.texts)][:length] + bytes([tail] * (tail % 3)))[: most - 8] or b"\0"
 
     def _max_tokens(self, prompt, wanted) -> int:
-        most = (int(self.world.num_pages * self.world.kept_share) // 2 - 1) * BLOCK_TOKENS
-        return max(1, min(wanted, most - len(prompt)))
+        return max(1, min(wanted, self._most_tokens - len(prompt)))
 
     def _name(self) -> str:
         self.names += 1

@@ -4,14 +4,12 @@ are answered, and nothing stands still for longer than it takes to see that it w
 
 import itertools
 import random
-from unittest import mock
 
 import msgspec
 
-from tests.support import page_engine, page_world
 from tests.support.page_engine import SimEngine
 from tests.support.page_world import World
-from tests.unit.mempool_harness import BLOCK_TOKENS
+from tests.unit.mempool_harness import BLOCK_TOKENS, DESCRIPTION
 
 
 def run_all() -> None:
@@ -85,23 +83,19 @@ def run_half_of_the_memory_for_good() -> None:
     Found: each time that nothing could go on took as long again, for as long as the engine lived.
     """
     most = 44  # tokens of a request, which the mempool knows of
-    described = msgspec.structs.replace(page_engine.DESCRIPTION, max_model_len=most)
-    with (
-        mock.patch.object(page_engine, "DESCRIPTION", described),
-        mock.patch.object(page_world, "DESCRIPTION", described),
-    ):
-        for number in (2, 13, 15, 18, 129):
-            world, rng = World("half", 24, kept_share=1.0, swap_pages=400), random.Random(number)
-            engine = SimEngine(world, "e", "half", depth=2, slice_steps=8, swaps=True)
-            for i in range(12):
-                prompt = bytes(rng.choices(range(3), k=rng.randint(4, most - 8)))
-                engine.add(f"r{i}", prompt, min(rng.randint(1, 30), most - len(prompt)), {})
-            for _ in range(6):
-                engine.turn()
-                world.pump()
-                world.advance(10)
-            other = SimEngine(world, "f", "half", slice_steps=8, swaps=True)
-            assert _finish([engine, other], most_turns=2_000, most_idle=520) <= 900
+    for number in (2, 13, 15, 18, 129):
+        world, rng = World("half", 24, kept_share=1.0, swap_pages=400), random.Random(number)
+        world.description = msgspec.structs.replace(DESCRIPTION, max_model_len=most)
+        engine = SimEngine(world, "e", "half", depth=2, slice_steps=8, swaps=True)
+        for i in range(12):
+            prompt = bytes(rng.choices(range(3), k=rng.randint(4, most - 8)))
+            engine.add(f"r{i}", prompt, min(rng.randint(1, 30), most - len(prompt)), {})
+        for _ in range(6):
+            engine.turn()
+            world.pump()
+            world.advance(10)
+        other = SimEngine(world, "f", "half", slice_steps=8, swaps=True)
+        assert _finish([engine, other], most_turns=2_000, most_idle=520) <= 900
 
 
 def _finish(engines: list[SimEngine], *, most_turns: int, most_idle: int) -> int:

@@ -93,6 +93,7 @@ class World:
         self.num_pages, self.swap_pages = num_pages, swap_pages
         self.holds_copies = False  # they end by end_copy() only
         self.kept_share = kept_share
+        self.description = DESCRIPTION  # of the engines that come from now on
         self.slots: list[Slots] = [[None] * BLOCK_TOKENS for _ in range(num_pages)]
         self.entries = bytearray(num_pages * ENTRY.size)
         self.watch: list[Callable[[], None]] = []
@@ -268,7 +269,7 @@ class World:
         processes = sorted(self.processes)
         self.mempool.run(
             self.mempool.pool.adopt(
-                DESCRIPTION, Plan(self.num_pages, PAGE_BYTES, 1), words, bytes(self.entries),
+                self.description, Plan(self.num_pages, PAGE_BYTES, 1), words, bytes(self.entries),
                 memory_id=self._memory_id, processes=processes, engines=processes,
             )
         )  # fmt: skip

@@ -20,8 +20,11 @@ from shared.engine.choice_totals import ChoiceTotals
 from shared.engine.connector_scheduler import SchedulerSide
 from shared.engine.interface import EngineRequest, KvUse
 from shared.ids import BlockHash
+from shared.kv.block_hash import hash_blocks, pack_tokens
+from shared.kv.words import u32_bytes, u64_bytes
 from shared.wire.requests import SamplingSpec
 
+SEED = BlockHash(bytes(32))
 LOADED = {"tokens_loaded": 6, "blocks_loaded": 2, "blocks_local": 1, "bytes_loaded": 128}
 
 
@@ -130,3 +133,27 @@ def test_an_engine_that_copies_tells_of_its_loads_once(had_output):
     assert (told, at_the_end) == ((wanted, {}) if had_output else ({}, wanted))
     assert "r" not in pool.fetch_ms
     assert "r" not in pool.failed_blocks
+
+
+def test_what_is_loaded_behind_a_preemption_is_told_and_forgotten_too(monkeypatch):
+    """Its first step found all of it in vLLM's own cache, and its first output said so."""
+    attachment = SimpleNamespace(connected=True, is_sealed=lambda *_: True)
+    monkeypatch.setattr(pool, "attachment", lambda: attachment)
+    side, tokens = SchedulerSide(4, 64, None), [1] * 9
+    params = {
+        "seed": SEED, "pages": u32_bytes([0, 1]), "epochs": u64_bytes([1, 1]), "valid_tokens": 8,
+        "hashes": b"".join(hash_blocks(SEED, pack_tokens(tokens), 4)),
+    }  # fmt: skip
+    request: Any = SimpleNamespace(
+        request_id="r", num_prompt_tokens=9, num_tokens=9, prompt_token_ids=tokens, kv_transfer_params=params
+    )
+    side.on_new_request(request)
+    assert side.num_new_matched_tokens(request, 8) == (0, False)
+    assert side.told_first("r")["tokens_loaded"] == 0
+    assert side.num_new_matched_tokens(request, 0) == (8, True)
+    side.after_alloc(request, [1, 2], 8)
+    pool.fetch_ms["r"], pool.failed_blocks["r"] = 1.5, 1  # the worker side
+    side.loads_ended({"r"})
+    told = side.finished(request)
+    assert (told["tokens_loaded"], told["fetch_ms"], told["failed_blocks"]) == (8, 1.5, 1)
+    assert not {"r"} & {*pool.fetch_ms, *pool.failed_blocks}

@@ -100,6 +100,18 @@ def test_prompts_begin_in_order_and_the_first_that_has_no_room_keeps_those_behin
     assert queue.admit(figures(60, [Need(40, 2)]), now_ms=0) == ["b", "c"]
 
 
+def test_whose_time_is_over_begins_wherever_it_stands():
+    """Another host holds its pages, and nobody here can make that last longer."""
+    queue = RoomQueue()
+    queue.ask("held here", Need(50, 5), until_ms=60_000)
+    queue.ask("held elsewhere", Need(10, 5), until_ms=5_000)
+    queue.ask("held here, too", Need(1, 1), until_ms=60_000)
+    full = figures(5, [Need(95, 5)])
+    assert queue.admit(full, now_ms=4_999) == []
+    assert queue.admit(full, now_ms=5_000) == ["held elsewhere"]
+    assert queue.admit(full, now_ms=60_000) == ["held here", "held here, too"]
+
+
 def test_what_began_counts_until_figures_know_of_it():
     queue = RoomQueue()
     queue.ask("a", Need(10, 0), until_ms=1_000)
