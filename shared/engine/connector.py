@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from shared.engine import pool
 from shared.engine.block_copy import BlockCopier
@@ -21,6 +22,7 @@ from shared.engine.cache_events import CacheEventSender
 from shared.engine.connector_meta import StepPlan
 from shared.engine.connector_scheduler import SchedulerSide
 from shared.engine.connector_worker import WorkerSide
+from shared.engine.page_swaps import GROUP
 from shared.engine.vllm_setup import die_with_parent
 from shared.ids import InstanceId
 from shared.kv.layout import EngineDescription
@@ -85,8 +87,13 @@ class QuireConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.scheduler is not None
         plan = self.scheduler.build_plan(scheduler_output, self.requests)
         if self.block_pool is not None:
-            self.scheduler.publish_events(self.block_pool.take_events())
+            self.scheduler.publish_events(self.block_pool.take_events(), self._is_cached)
         return plan
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        assert self.block_pool is not None
+        key = make_block_hash_with_group_id(BlockHash(block_hash), GROUP)
+        return self.block_pool.cached_block_hash_to_block.get_one_block(key) is not None
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self.scheduler is not None

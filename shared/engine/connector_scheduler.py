@@ -7,6 +7,7 @@ completes it, so nothing is ever owed when a request ends, and no block's freein
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -240,8 +241,11 @@ class SchedulerSide:
                 break
             self.ours_of[key] = kv.chain[i]
 
-    def publish_events(self, events: list[Any]) -> None:
-        """Translate the block pool's events into our hashes and send them to the front."""
+    def publish_events(self, events: list[Any], is_cached: Callable[[bytes], bool]) -> None:
+        """Translate the block pool's events into our hashes and send them to the front.
+
+        Args: is_cached: whether the cache has such a block now: a block that leaves may not be the only one.
+        """
         if self.events is None:
             return
         for event in events:
@@ -255,5 +259,6 @@ class SchedulerSide:
                 stored = [self.ours_of[h] for h in hashes if h in self.ours_of]
                 self.events.send("stored", stored)
             elif kind == "BlockRemoved":
-                removed = [ours for h in hashes if (ours := self.ours_of.pop(h, None)) is not None]
+                gone = [h for h in hashes if not is_cached(h)]
+                removed = [ours for h in gone if (ours := self.ours_of.pop(h, None)) is not None]
                 self.events.send("removed", removed)

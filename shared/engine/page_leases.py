@@ -10,7 +10,6 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
-    get_block_hash,
     make_block_hash_with_group_id,
 )
 
@@ -96,7 +95,7 @@ class PageLeases:
                 continue
             block.reset_hash()
             if cache.pop(key, block.block_id) is not None:
-                removed.append(BlockHash(get_block_hash(key)))
+                removed.append(key)
 
     def get_cached_block(
         self: Any, block_hash: BlockHash, kv_cache_group_ids: list[int]

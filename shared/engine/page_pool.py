@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, FreeKVCacheBlockQueue, KVCacheBlock
 
 from shared.engine.page_leases import PageLeases
 from shared.engine.page_swaps import FAR, LEASED, SEALED, STOCK, UNKNOWN, WRITING, SwapPages
@@ -81,7 +81,7 @@ class PageBlockPool(PageLeases, PoolEvents, SwapPages, BlockPool):
         self.clock: Callable[[], float] = time.monotonic  # seconds
         self._expected_until_s = 0.0
         self._written: list[Owned] = []
-        self.removed: list[BlockHash] = []  # from the cache, and nobody was told yet
+        self.removed: list[BlockHashWithGroupId] = []  # from the cache, and nobody was told yet
         self._begun = bytearray(self.num_gpu_blocks)  # 1: the mempool knows that the page is being written
 
     # -- pages come and go ----------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_blocks_leave_the_cache_as_by_vllm_without_a_call_of_its_for_each(pool, 
     pool.tell_removed()
     assert calls == [PAGES[4] + 1, PAGES[5] + 1]
     assert all(pool.blocks[page + 1].block_hash is None for page in PAGES)
-    assert said == [("removed", [HASHES[i] for i in (0, 1, 2, 3, 4, 6, 7)])]
+    assert said == [("removed", [HASHES[i] for i in (0, 1, 3, 4, 6, 7)])], "one of them is still there"
     assert pool.get_cached_block(HASHES[2], [0]) == [twice]
 
 

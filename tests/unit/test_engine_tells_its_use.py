@@ -157,3 +157,18 @@ def test_what_is_loaded_behind_a_preemption_is_told_and_forgotten_too(monkeypatc
     told = side.finished(request)
     assert (told["tokens_loaded"], told["fetch_ms"], told["failed_blocks"]) == (8, 1.5, 1)
     assert not {"r"} & {*pool.fetch_ms, *pool.failed_blocks}
+
+
+def test_a_block_of_which_another_stays_is_not_told_to_have_left():
+    """vLLM says so of each block; the prompt tree would not send anybody there any more."""
+    BlockStored, BlockRemoved = (
+        type(name, (SimpleNamespace,), {}) for name in ("BlockStored", "BlockRemoved")
+    )
+    told: list[tuple[str, list[bytes]]] = []
+    side = SchedulerSide(4, 64, SimpleNamespace(send=lambda kind, hashes: told.append((kind, hashes))))  # type: ignore[arg-type]
+    side.ours_of.update({b"1": b"one", b"2": b"two"})  # type: ignore[dict-item]
+    side.publish_events([BlockRemoved(block_hashes=[b"1", b"2"])], lambda block_hash: block_hash == b"1")
+    side.publish_events([BlockStored(block_hashes=[b"1"])], lambda _: True)
+    side.publish_events([BlockRemoved(block_hashes=[b"1"])], lambda _: False)
+    assert told == [("removed", [b"two"]), ("stored", [b"one"]), ("removed", [b"one"])]
+    assert not side.ours_of
