@@ -357,7 +357,7 @@ class MarketShell:
                 except ClusterError as error:
                     _log.warning("market_journal_failed", error=error.message)
                     await asyncio.sleep(RETRY_S)
-            offers = self.market.book.offers.values()
+            offers = self.market.book.offers.values() if self.role() != "standby" else ()
             _bytes.labels("offered").set(sum(offer.limit_bytes for offer in offers))
             leased = (self.market.book.leased_bytes(offer.offer.offer_id) for offer in offers)
             _bytes.labels("leased").set(sum(leased))

@@ -209,10 +209,10 @@ class ReclaimOrder(Struct, frozen=True, kw_only=True):
 
 
 class ReclaimView(Struct, frozen=True, kw_only=True):
-    """GET /v1/reclaims/{id}."""
+    """GET /v1/reclaims/{id}. While its mempool is silent it stays open, for a day; then it is unknown."""
 
     order: ReclaimOrder
-    state: str  # "open" | "done"
+    state: str  # "open" | "done": a report of its mempool proves it
     over_bytes: int  # still leased beyond keep_bytes, as last reported
     took_ms: int = 0  # when done
 

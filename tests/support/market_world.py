@@ -29,6 +29,7 @@ LIMITS = MarketLimits(
     present_ms=1_000,
     report_ttl_ms=1_500,
     forget_after_ms=1_000_000,
+    lost_after_ms=3_000_000,
     max_history=20,
 )
 

@@ -217,3 +217,78 @@ def test_a_reclaim_that_was_answered_while_the_store_was_away_stands_when_its_co
     world.settle("a")
     assert world.a.view_reclaim(order.reclaim_id, now_ms=world.now_ms).state == "done"
     assert code(ask(world, gib=2)) == "offers.exhausted"
+
+
+# --- reclaims of a mempool that is cut off
+
+
+def cut_off(world, **limits):
+    """A lease whose consumer renews at m0, reclaimed, and no report of m0's until it is forgotten here."""
+    world.a.limits = world.a.book.limits = replace_limits(forget_after_ms=2_000, **limits)
+    grant = borrow(world, gib=3)
+    world.m0.leases[grant.lease_id].ends_at_ms = 1 << 60
+    order = reclaim(world, grant.offer_id, key="r")
+    world.pass_ms(5_000)
+    assert world.m0.name not in world.a.book.mempools
+    return grant, order.reclaim_id
+
+
+def state(world, reclaim_id, name="a"):
+    return world.coordinators[name].view_reclaim(reclaim_id, now_ms=world.now_ms).state
+
+
+def test_a_reclaim_stays_open_while_its_mempool_is_cut_off_and_is_ordered_when_it_is_back(world):
+    grant, reclaim_id = cut_off(world)
+    assert world.m0.leased_bytes(grant.offer_id) == 3 * GIB
+    assert state(world, reclaim_id) == "open"
+    world.settle("a")
+    assert world.m0.leased_bytes(grant.offer_id) == 0
+    assert state(world, reclaim_id) == "done"
+    assert code(ask(world, mempools=("m0",))) == "offers.exhausted", "nothing of it is lent on"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_next_leader_and_the_mempools_next_process_end_a_reclaim_of_one_that_was_cut_off(world, keeps):
+    grant, reclaim_id = cut_off(world)
+    world.write("a")
+    world.store.until_ms = 0
+    world.elect("b", lease_ms=10**9)
+    assert world.coordinators["b"].book.offers[grant.offer_id].closed
+    assert state(world, reclaim_id, "b") == "open"
+    world.m0.restart(keeps)
+    world.settle("b")
+    world.pass_ms(500)  # a new leader counts a deadline from its beginning
+    world.settle("b")
+    assert world.m0.leased_bytes(grant.offer_id) == 0
+    assert state(world, reclaim_id, "b") == "done"
+    world.write("b")
+    assert not [name for name in world.store.fields if name.startswith(("offer:", "reclaim:"))]
+
+
+def test_a_reclaim_of_a_mempool_that_never_comes_back_is_dropped_in_the_end_and_never_called_done(world):
+    grant, reclaim_id = cut_off(world, lost_after_ms=20_000)
+    world.pass_ms(16_000)
+    assert state(world, reclaim_id) == "open"
+    world.pass_ms(3_000)
+    assert code(world.a.view_reclaim(reclaim_id, now_ms=world.now_ms)) == "reclaim.unknown"
+    assert grant.offer_id not in world.a.book.offers
+    assert not world.a.book.keys
+    world.write("a")
+    assert not world.store.fields.keys() & {f"reclaim:{reclaim_id}", f"offer:{grant.offer_id}"}
+
+
+def test_no_mempool_is_silent_to_who_does_not_lead(world):
+    world.a.limits = world.a.book.limits = replace_limits(forget_after_ms=2_000)
+    grant = borrow(world, gib=3)
+    world.m0.leases[grant.lease_id].ends_at_ms = 1 << 60
+    world.write("a")
+    order = reclaim(world, grant.offer_id)
+    world.a.take_journal()  # Redis is away: it is not stored, and the leadership ends
+    world.a.extend(0)
+    world.store.until_ms = 0
+    world.pass_ms(5_000)
+    assert state(world, order.reclaim_id) == "open"
+    world.elect("a", lease_ms=10**9)
+    world.settle("a")
+    assert state(world, order.reclaim_id) == "done"
+    assert world.m0.leased_bytes(grant.offer_id) == 0

@@ -8,10 +8,9 @@ or reclaim().
 
 from collections.abc import Callable, Iterable, Mapping
 
-from services.coordinator.core import market_reports
+from services.coordinator.core import market_gone, market_reports
 from services.coordinator.core.market_book import Book
 from services.coordinator.core.market_choice import choose
-from services.coordinator.core.market_orphans import end_orphans
 from services.coordinator.core.market_records import (
     NO_BOOT,
     LeaseRecord,
@@ -313,33 +312,12 @@ class Market:
             waited_ms = now_ms - lease.changed_at_ms
             if lease.state == "granted" and waited_ms >= limits.present_ms + limits.ttl_margin_ms:
                 book.move(lease, "overdue", now_ms)
-        for mempool in list(book.mempools.values()):
-            if now_ms - mempool.seen_at_ms >= limits.forget_after_ms:
-                self._forget_mempool(mempool.mempool, now_ms)
-        for record in book.offers.values():
-            waited_ms = now_ms - record.changed_at_ms
-            if record.state == "proposed" and waited_ms >= limits.forget_after_ms:
-                book.close_offer(record, "its mempool never took it", now_ms)
-        end_orphans(book, now_ms)
+        if now_ms < self._leads_until_ms:  # else reports are refused, and nobody is silent
+            market_gone.end_silent(book, now_ms)
+            self._is_rebuilt(now_ms)
         if now_ms >= self._forgets_at_ms:
             self._forgets_at_ms = now_ms + FORGET_EVERY_MS
             book.forget(now_ms)
-        if now_ms < self._leads_until_ms:
-            self._is_rebuilt(now_ms)
-
-    def _forget_mempool(self, mempool: InstanceId, now_ms: int) -> None:
-        book = self.book
-        for lease in book.leases.values():
-            if lease.mempool == mempool and lease.state != "ended":
-                book.move(lease, "gone", now_ms)
-        for record in book.offers.values():
-            if record.offer.mempool == mempool:
-                book.close_offer(record, "its mempool is gone", now_ms)
-                for reclaim in list(book.open_reclaims(record.offer.offer_id)):
-                    book.finish_reclaim(reclaim, now_ms)
-        del book.mempools[mempool]
-        book.journal[f"mempool:{mempool}"] = None
-        book.note("mempool_gone", mempool, "", now_ms)
 
     # --- placer, people, shell
 

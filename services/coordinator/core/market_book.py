@@ -128,18 +128,30 @@ class Book:
         return f"{prefix}-{self.term}-{self.next_id - 1}"
 
     def close_offer(self, offer: OfferRecord, why: str, now_ms: int) -> None:
-        """Nothing is lent on it any more."""
+        """Nothing is lent on it any more, as far as this coordinator knows."""
         if not offer.closed:
             offer.closed, offer.reported_bytes, offer.changed_at_ms = True, None, now_ms
-            self.journal[f"offer:{offer.offer.offer_id}"] = None
+            self.write_offer(offer)
             self.note("offer_closed", offer.offer.offer_id, f"{offer.offer.producer}: {why}", now_ms)
 
     def finish_reclaim(self, reclaim: ReclaimRecord, now_ms: int) -> None:
-        """The producer has its bytes."""
+        """The producer has its bytes: a report proves it."""
         reclaim.done_at_ms = now_ms
-        self.journal[f"reclaim:{reclaim.reclaim_id}"] = None
+        self._unwrite_reclaim(reclaim)
         took_ms = now_ms - reclaim.asked_at_ms
         self.note("reclaim_done", reclaim.reclaim_id, f"{reclaim.offer_id}: {took_ms} ms", now_ms)
+
+    def lose_reclaim(self, reclaim: ReclaimRecord, now_ms: int) -> None:
+        """Nobody is left who could say whether it is done."""
+        del self.reclaims[reclaim.reclaim_id]
+        self._unwrite_reclaim(reclaim)
+        self.note("reclaim_lost", reclaim.reclaim_id, reclaim.offer_id, now_ms)
+
+    def _unwrite_reclaim(self, reclaim: ReclaimRecord) -> None:
+        self.journal[f"reclaim:{reclaim.reclaim_id}"] = None
+        offer = self.offers.get(reclaim.offer_id)
+        if offer is not None and offer.closed:
+            self.write_offer(offer)
 
     def note(self, event: str, subject: str, detail: str, now_ms: int) -> None:
         """Into the history and the log."""
@@ -177,9 +189,11 @@ class Book:
         )
 
     def write_offer(self, offer: OfferRecord) -> None:
-        """To be stored."""
-        entry = OfferEntry(offer=offer.offer, target_bytes=offer.target_bytes)
-        self.journal[f"offer:{offer.offer.offer_id}"] = entry
+        """To be stored, for as long as it is open or has an open reclaim."""
+        offer_id = offer.offer.offer_id
+        is_over = offer.closed and not any(self.open_reclaims(offer_id))
+        entry = OfferEntry(offer=offer.offer, target_bytes=offer.target_bytes, closed=offer.closed)
+        self.journal[f"offer:{offer_id}"] = None if is_over else entry
 
     def write_lease(self, lease: LeaseRecord) -> None:
         """To be stored."""
@@ -201,8 +215,7 @@ class Book:
         for mempool in self.mempools.values():
             self.write_mempool(mempool)
         for offer in self.offers.values():
-            if not offer.closed:
-                self.write_offer(offer)
+            self.write_offer(offer)
         for lease in self.leases.values():
             if lease.state != "ended":
                 self.write_lease(lease)
@@ -222,7 +235,8 @@ class Book:
                     )
                     self.mempools.setdefault(entry.mempool, record)
                 case OfferEntry(offer=offer):
-                    self.offers.setdefault(offer.offer_id, OfferRecord(offer, entry.target_bytes, now_ms))
+                    record = OfferRecord(offer, entry.target_bytes, now_ms, closed=entry.closed)
+                    self.offers.setdefault(offer.offer_id, record)
                     self.set_key("offer", offer.producer, offer.key, offer.offer_id)
                 case LeaseEntry(grant=grant):
                     state = "releasing" if entry.released else "granted"

@@ -38,6 +38,9 @@ class MarketLimits:
     report_idle_ms: int = 1_000
     report_ttl_ms: int = 3_000
     forget_after_ms: int = 60_000
+    lost_after_ms: int = (
+        86_400_000  # a reclaim waits so long for a mempool that is gone: none is cut off for longer
+    )
     orphan_deadline_ms: int = 5_000
     max_offers: int = 1_024
     max_leases: int = 16_384
@@ -230,10 +233,11 @@ class MempoolEntry(Struct, frozen=True, kw_only=True, tag="mempool"):
 
 
 class OfferEntry(Struct, frozen=True, kw_only=True, tag="offer"):
-    """An offer and what its producer still offers of it."""
+    """An offer and what its producer still offers of it. `closed`: only its reclaims are waited for."""
 
     offer: Offer
     target_bytes: int
+    closed: bool = False
 
 
 class LeaseEntry(Struct, frozen=True, kw_only=True, tag="lease"):
