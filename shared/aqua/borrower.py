@@ -5,6 +5,7 @@ library test every few iterations and copy by itself; a process that sleeps woul
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from shared.transport.lending_client import LendingClient
 from shared.wire.lending import AskLease, Grant, LendingRefused, SpaceRef
 from shared.wire.mempool import CallFailed
 from shared.wire.mempool_lending import LendingDone
+
+MAX_PAUSE_S = 60.0  # of a space whose grants the mempool refuses: what made it unfit may end
 
 log = get_logger("aqua.borrower")
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class Borrower:
         self._ttl_ms, self._every_s = ttl_ms, every_ms / 1000
         self._held: dict[LeaseId, tuple[Grant, int]] = {}
         self._unanswered: Grant | None = None  # presented, and perhaps in force
+        self._paused: dict[SpaceRef, tuple[float, float]] = {}  # not asked for until when, and for how long
         self._refused: dict[
             str, tuple[str, str]
         ] = {}  # code and message of each call's last answer, if refused
@@ -100,6 +104,20 @@ class Borrower:
             self._on_change(taken.num_bytes)
         else:
             log.info("grant_refused", instance=self._instance, lease=grant.lease_id, answer=repr(taken))
+            self._pause(SpaceRef(mempool=grant.mempool, space=grant.space))
+            await self._market.release(grant)  # else nobody gets these bytes until its time is over
+
+    def _pause(self, space: SpaceRef) -> None:
+        """Ask for none of it, twice as long as before: who asks again and again keeps it from who could borrow."""
+        _, last_s = self._paused.get(space, (0.0, self._every_s))
+        pause_s = min(2 * last_s, MAX_PAUSE_S)
+        self._paused[space] = time.monotonic() + pause_s, pause_s
+
+    def _is_paused(self, space: SpaceRef) -> bool:
+        until_s, pause_s = self._paused.get(space, (0.0, 0.0))
+        if time.monotonic() >= until_s + pause_s:  # long over: the next pause is short again
+            self._paused.pop(space, None)
+        return time.monotonic() < until_s
 
     async def _granted(self) -> Grant | None:
         """What the market grants of what lacks."""
@@ -113,11 +131,12 @@ class Borrower:
             if each.offer.mempool in mine and each.offer.producer != self._instance and each.state == "open"
             and each.limit_bytes - each.leased_bytes >= self._min_bytes
         ]  # fmt: skip
+        spaces = [space for space in dict.fromkeys(spaces) if not self._is_paused(space)]
         if not spaces:
             return None
         ask = AskLease(
             consumer=self._instance, length_bytes=self._wanted_bytes - self.held_bytes,
-            min_bytes=self._min_bytes, purpose="swap", spaces=list(dict.fromkeys(spaces)), ttl_ms=self._ttl_ms,
+            min_bytes=self._min_bytes, purpose="swap", spaces=spaces, ttl_ms=self._ttl_ms,
         )  # fmt: skip
         return self._unless_refused("lease", await self._market.lease(ask))
 

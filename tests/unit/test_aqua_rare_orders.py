@@ -128,7 +128,7 @@ class Market:
     """Grants whatever is asked for."""
 
     def __init__(self):
-        self.granted = []
+        self.granted, self.refused = [], []
 
     async def market(self):
         offer = type("Offer", (), {"mempool": "m", "space": SpaceId(0), "producer": InstanceId("p")})
@@ -139,6 +139,9 @@ class Market:
     async def lease(self, ask):
         self.granted.append(grant(f"l{len(self.granted)}", ask.length_bytes))
         return self.granted[-1]
+
+    async def release(self, grant):
+        self.refused.append(grant.lease_id)
 
 
 class Pool:
@@ -178,9 +181,12 @@ async def test_a_grant_whose_answer_was_lost_is_presented_again_and_nothing_else
 async def test_a_grant_that_may_be_in_force_is_given_back_at_the_end_and_a_refused_one_forgotten():
     pool, market = Pool(None, CallFailed(call_id=1, code="lease.ended", reason=""), None), Market()
     made = borrower(pool, market)
-    for _ in range(3):
+    for _ in range(2):
         await made._ask()
+    await asyncio.sleep(2 * made._every_s)  # its space is let be for so long
+    await made._ask()
     assert pool.presented == ["l0", "l0", "l1"]
+    assert market.refused == ["l0"]
     await made.give_back()
     assert pool.released == ["l1"]
     await made.give_back()
