@@ -4,7 +4,9 @@ import contextlib
 import ipaddress
 import socket
 import sys
+import time
 from collections.abc import Generator
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,14 +21,30 @@ from shared.observe import log, service
 from shared.observe.admin import parse_listen
 from shared.transport.clock import MonotonicClock
 from shared.transport.unix_socket import take_all_descriptors
+from shared.transport.unread import Unread
 
 KEEP_ALIVE_S = 30
+UNREAD_S = 10.0  # of a connection that takes nothing of its answers; closing it would wait for that
+UNREAD_TICKS = 10  # a second of uvicorn's ticks
 MAX_CONNECTIONS = 2_048
 BACKLOG = 512
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: it would end with the signal's status instead of 0."""
+    """uvicorn without its signal handlers: it would end with the signal's status instead of 0. It gives up who does not
+    read."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._unread = Unread(UNREAD_S)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if counter % UNREAD_TICKS == 0:
+            connections = cast(set[TimedProtocol], self.server_state.connections)
+            for each in self._unread.look(connections, time.monotonic()):
+                each.transport.abort()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

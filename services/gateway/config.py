@@ -44,7 +44,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     body_idle_timeout_ms: int = 10_000
     keep_alive_timeout_ms: int = 65_000
     slow_reader_bytes: int = 256 << 10  # unsent beside its largest event before a stream is cut off
-    unread_timeout_ms: int = 60_000  # of a complete answer's rest, while its client takes nothing of it
+    unread_timeout_ms: int = 60_000  # of what is unsent, while its client takes nothing of it
 
     max_concurrent_requests: int = 1024  # per process
     max_concurrent_per_tenant: int = 0  # 0: no limit of its own

@@ -20,10 +20,10 @@ from services.gateway.config import GatewaySettings
 from services.gateway.deps import Gateway
 from services.gateway.http_protocol import GatewayProtocol
 from services.gateway.push import Limits
-from services.gateway.unread import Unread, num_unsent
 from shared.observe import service
 from shared.observe.log import get_logger
 from shared.transport.heap import settle_heap
+from shared.transport.unread import Unread, num_unsent
 from shared.wire.requests import ALIVE_TIMEOUT_MS
 
 DRAIN_POLL_S = 0.05

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import socket
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+import services.coordinator.__main__ as main
 from services.coordinator.__main__ import bind, server_of
 from services.coordinator.app import create_app
 from services.coordinator.config import CoordinatorSettings
@@ -339,6 +341,36 @@ async def test_who_never_sends_a_whole_request_is_cut_off_and_who_is_idle_betwee
         server.should_exit = True
         await task
     assert counts == [0, 0, 0, 1, 1, 2]
+
+
+async def test_who_reads_no_answers_is_cut_off_and_who_reads_slowly_is_not(monkeypatch):
+    monkeypatch.setattr(main, "UNREAD_S", 1.5)
+    listener = bind("127.0.0.1:0")
+    core = Shell(CoordinatorSettings(redis_url=""), MonotonicClock(), url="http://c")
+    server = server_of(create_app(core, ["a key"]))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    loop, open_now = asyncio.get_running_loop(), server.server_state.connections
+    clients = [socket.socket() for _ in range(2)]
+    try:
+        for each in clients:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            each.setblocking(False)
+            await loop.sock_connect(each, listener.getsockname())
+            await loop.sock_sendall(each, b"GET /openapi.json HTTP/1.1\r\nhost: c\r\n\r\n" * 400)
+        await until(lambda: sum(each.transport.get_write_buffer_size() > 1 << 16 for each in open_now) == 2)
+        async with asyncio.timeout(30):
+            while len(open_now) > 1:
+                assert await loop.sock_recv(clients[0], 1 << 16)
+                await asyncio.sleep(0.05)
+        for _ in range(10):
+            assert await loop.sock_recv(clients[0], 1 << 16)
+            await asyncio.sleep(0.2)
+        assert len(open_now) == 1
+    finally:
+        for each in clients:
+            each.close()
+        server.should_exit = True
+        await task
 
 
 def test_it_may_have_as_many_connections_as_the_system_lets_it():

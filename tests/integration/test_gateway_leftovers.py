@@ -52,6 +52,10 @@ class Lazy:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
         await self._loop.sock_sendall(self._socket, head + raw)
 
+    async def ask_for_pages(self, count):
+        """In one go, without a key."""
+        await self._loop.sock_sendall(self._socket, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * count)
+
     async def read(self, most=1 << 20):
         async with asyncio.timeout(60):
             piece = await self._loop.sock_recv(self._socket, most)
@@ -170,6 +174,17 @@ async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(tmp_path,
         await until(lambda: unsent(servers[0]) == 0)
         with pytest.raises(AssertionError, match="within an answer"):
             await client.answer()
+
+
+async def test_a_client_that_pipelines_and_reads_nothing_is_cut_off(tmp_path, servers):
+    """The second answer waits for the reader of the first: it is begun, and never complete."""
+    async with (
+        running(make_model_dir(tmp_path), unread_timeout_ms=1_500) as rig,
+        Lazy(port_of(rig)) as client,
+    ):
+        await client.ask_for_pages(400)
+        await until(lambda: unsent(servers[0]) > 1 << 16)
+        await until(lambda: unsent(servers[0]) == 0)
 
 
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(tmp_path, servers):

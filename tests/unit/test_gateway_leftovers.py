@@ -13,10 +13,10 @@ from services.gateway.core.tools import TextDelta, ToolPlan, make_parser, read_w
 from services.gateway.messages import place_message
 from services.gateway.openai import CompletionBody, parse_body
 from services.gateway.request import session_of
-from services.gateway.unread import Unread, num_unsent
 from shared.ids import RequestId
 from shared.kv.block_hash import pack_tokens
 from shared.observe.trace import start_span
+from shared.transport.unread import Unread, num_unsent
 from shared.wire.placement import Placed, Target
 from shared.wire.requests import SamplingSpec, StageReceipt
 
@@ -161,8 +161,8 @@ def test_an_answered_request_whose_deadline_passes_is_complete():
 class Connection:
     """Of which some bytes are unsent."""
 
-    def __init__(self, unsent, is_answering=False):
-        self.unsent, self.is_answering = unsent, is_answering
+    def __init__(self, unsent):
+        self.unsent = unsent
         gone = SimpleNamespace(fileno=lambda: -1)
         self.transport = SimpleNamespace(
             get_write_buffer_size=lambda: self.unsent, get_extra_info=lambda name: gone
@@ -188,10 +188,11 @@ def test_who_reads_however_slowly_has_all_the_time_it_needs():
 
 
 def test_an_answer_that_is_being_written_is_bounded_by_its_bytes_not_here():
-    unread, one = Unread(timeout_s=10), Connection(100, is_answering=True)
-    assert [unread.look([one], now_s) for now_s in (0, 20, 40)] == [[], [], []]
-    one.is_answering = False
-    assert [unread.look([one], now_s) for now_s in (41, 50, 51)] == [[], [], [one]]
+    unread, one = Unread(timeout_s=10), Connection(100)
+    for now_s in range(0, 100, 9):
+        assert unread.look([one], now_s) == []
+        one.unsent += 1
+    assert [unread.look([one], now_s) for now_s in (100, 109, 110)] == [[], [], [one]]
 
 
 # -- sessions ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What lies unsent in the buffers of connections: whoever does not read it is given up, whoever does has its time.
 
-A stream is cut off by the bytes that its reader leaves, as it is written (push.py). An answer that is complete grows no
-more; it is cut off by time.
+Also what is begun may be unread for good: the next answer on a connection waits until the one before has been read. A
+stream grows while its reader takes nothing, and is cut off by its bytes (services/gateway/push.py).
 """
 
 import asyncio
@@ -17,11 +17,6 @@ class Connection(Protocol):
     """Of a client."""
 
     transport: asyncio.Transport
-
-    @property
-    def is_answering(self) -> bool:
-        """More is written to it."""
-        ...
 
 
 Conn = TypeVar("Conn", bound=Connection)
@@ -41,7 +36,7 @@ def in_kernel(transport: asyncio.Transport) -> int:
 
 
 class Unread:
-    """Connections that took nothing for a while. look() every second or so; a microsecond each."""
+    """Connections that took nothing for a while, nor were written to. look() every second or so; a microsecond each."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -53,7 +48,7 @@ class Unread:
         over: list[Conn] = []
         for each in connections:
             num_bytes = each.transport.get_write_buffer_size()
-            if not num_bytes or each.is_answering:
+            if not num_bytes:
                 continue
             num_bytes += in_kernel(each.transport)
             was_bytes, since_s = before.get(each, (0, now_s))
