@@ -192,11 +192,13 @@ class Aqua:
             if self.is_closed or placed not in self._tensors:
                 return
             self._tensors.discard(placed)
-            if placed.local:
-                self._hide(placed)
-            self._memory.give_back(placed.first, placed.num_pages)
-            away, placed.away = placed.away, None
-            if away is not None:
+            away, placed.away = self._away(placed), None
+            try:
+                if placed.local:
+                    self._hide(placed)
+            finally:  # also where the mempool answers too late: the tensor is known to nobody any more
+                if not placed.local:  # else it is mapped still
+                    self._memory.give_back(placed.first, placed.num_pages)
                 self._forget(away)
 
     def drop_later(self, placed: Placed) -> None:
@@ -217,10 +219,7 @@ class Aqua:
             self._hear()
             if self._borrower is not None and time.monotonic() >= self._try_at:
                 self._promote()
-            events = []
-            while self._events:
-                events.append(self._events.popleft())
-            return events
+            return [self._events.popleft() for _ in range(len(self._events))]
 
     def _promote(self) -> None:
         all_bytes = left = self._settings.step_bytes

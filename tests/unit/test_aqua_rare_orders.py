@@ -17,6 +17,7 @@ from shared.aqua.tensor import AquaTensor
 from shared.errors import CopyFailed, PeerGone, PeerTimeout
 from shared.ids import Epoch, InstanceId, LeaseId, SpaceId
 from shared.lending.rules import LendingRules
+from shared.vmm.errors import BadMapping
 from shared.wire.lending import Grant, Token
 from shared.wire.mempool import CallFailed
 from shared.wire.mempool_api import Evacuated
@@ -276,6 +277,40 @@ def test_what_an_offload_that_failed_did_not_copy_the_next_one_copies(parts, is_
 
         parts.on_transfer = lambda *_: pytest.fail("nothing was written since")
         aqua.store(placed, changed=False)
+
+
+def test_a_tensor_that_is_closed_while_the_mempool_is_slow_leaves_nothing_behind(parts):
+    with Aqua(SETTINGS) as aqua:
+        with aqua.making(2 * PAGE_BYTES) as placed:
+            pass
+        aqua.fetch(placed)
+        api, first = type(aqua._api), [True]
+        free_mem = api.free_mem
+
+        async def is_late(self, addresses):
+            await free_mem(self, addresses)
+            if first:
+                first.clear()
+                raise PeerTimeout("FreeMem: no answer within 5000 ms")
+
+        api.free_mem = is_late
+        with pytest.raises(PeerTimeout):
+            aqua.drop(placed)
+        assert not parts.held
+        assert not parts.taken
+        assert not aqua._directory._owner
+
+
+def test_places_that_could_not_be_unmapped_are_given_to_nobody(parts):
+    with Aqua(SETTINGS) as aqua:
+        with aqua.making(2 * PAGE_BYTES) as placed:
+            pass
+        aqua.fetch(placed)
+        parts.mapped.clear()  # as far as the driver knows
+        with pytest.raises(BadMapping):
+            aqua.drop(placed)
+        assert len(parts.taken) == 2
+        assert sorted(parts.held.values()) == ["hbm", "hbm"], "they may be mapped; what is away is not"
 
 
 # -- a lender's end -------------------------------------------------------------------------------------
