@@ -240,7 +240,7 @@ def test_bounds_are_kept():
     rig = ApiRig(P, max_blocks_per_call=2, max_calls_open=1)
     c = rig.connect(P)
     assert failed(rig.call(c, wire.AllocMem, num_blocks=3, mem_type="hbm", instance=P)) == "invalid_request"
-    assert failed(rig.call(c, wire.FreeMem, addresses=b"x" * 72)) == "invalid_request"
+    assert failed(rig.call(c, wire.FreeMem, addresses=b"x" * 120)) == "invalid_request"
     rig.save(c, PROMPT[:2])
     rig.hold = True
     rig.start(c, wire.SwapOut, num_blocks=1, instance=P)

@@ -1,5 +1,7 @@
 """Lent pages in callers' hands: filled and read by transfers, in DRAM in time when their lender wants them back."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.mempool.core.actions import ApiSend
@@ -93,6 +95,19 @@ def test_a_lent_page_comes_with_one_in_host_memory(hands):
     assert hands.free(lent + beside) == 4
     assert len(hands.alloc(4, "leased")) == 8
     assert hands.alloc(1, "mixed") != "pages.exhausted", "which never means a peer's"
+    hands.counts()
+
+
+def test_what_one_call_gave_one_call_takes_back(hands):
+    """Which is two addresses a page."""
+    hands.core.api.api.limits = replace(hands.core.api.api.limits, max_blocks_per_call=3)
+    got = hands.alloc(3, "leased")
+    assert len(got) == 6
+    more = hands.ask(wire.FreeMem, HAND, addresses=raw([*got, got[0]]))
+    assert (more.code, more.reason) == ("invalid_request", "more than 6 addresses")
+    too_many = hands.ask(wire.Transfer, target=ME, sources=raw(got), targets=raw(got))
+    assert too_many.reason == "more than 3 addresses"
+    assert hands.free(got) == 6
     hands.counts()
 
 

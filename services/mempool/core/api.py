@@ -193,7 +193,7 @@ class Api:
     def _free(self, holder: Holder, call: wire.FreeMem) -> None:
         count = 0
         own: dict[SpaceId, list[PageId]] = {}
-        for address in self.addresses(call.addresses):
+        for address in self.addresses(call.addresses, each=2):  # as many as one call gives: see api_leased.py
             if holder.owns(address):
                 del holder.owned[address.space][address.page]
                 own.setdefault(address.space, []).append(address.page)
@@ -333,14 +333,15 @@ class Api:
         self.counters[f"failed {error.code}"] += 1
         self.answer(holder, wire.ApiFailed(call_id=call_id, code=error.code, reason=error.message))
 
-    def addresses(self, raw: bytes) -> list[PageAddress]:
-        """Raises: PeerProtocolError on a broken list, InvalidRequest on a long one."""
-        return wire.one_by_one(self.stretches(raw))
+    def addresses(self, raw: bytes, *, each: int = 1) -> list[PageAddress]:
+        """Args: each: of a block. Raises: PeerProtocolError on a broken list, InvalidRequest on a long one."""
+        return wire.one_by_one(self.stretches(raw, each=each))
 
-    def stretches(self, raw: bytes) -> list[AddressStretch]:
+    def stretches(self, raw: bytes, *, each: int = 1) -> list[AddressStretch]:
         """As addresses()."""
-        if len(raw) > ADDRESS_BYTES * self.limits.max_blocks_per_call:
-            raise InvalidRequest(f"more than {self.limits.max_blocks_per_call} addresses")
+        most = each * self.limits.max_blocks_per_call
+        if len(raw) > ADDRESS_BYTES * most:
+            raise InvalidRequest(f"more than {most} addresses")
         return wire.unpack_stretches(raw)
 
     def hashes(self, raw: bytes) -> list[BlockHash]:
