@@ -13,6 +13,8 @@ SPARSE = (
     "dense as what they shall serve."
 )
 
+NO_TIME = "; whether less would do there was no time to find"
+
 
 def rounded(rate_per_s: float) -> float:
     """For scripts: four digits behind the point, or as many that count where it is below 0.1."""
@@ -82,7 +84,8 @@ class BreakEven:
     """The slowest link at which a division still sustains what colocated instances do, and which division that is.
 
     gb_per_s: None: none does over any link that is tried, or (is_known: False) time ended before that was known, or
-    colocated instances sustain nothing, so that there is nothing to keep up with.
+    colocated instances sustain nothing, so that there is nothing to keep up with. A number with is_known: False is a
+    link that is enough: time ended before the slowest such one was known.
     """
 
     gb_per_s: float | None = None
@@ -168,7 +171,7 @@ def sentence(
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
     times = _times_words(colocated, best, gain)
     if pays:
-        words = _link_words(link.gb_per_s, link_now) if link.gb_per_s and link.layout is best else ""
+        words = _link_words(link, link_now) if link.layout is best else ""
         return (
             f"Disaggregate, {ratio}: it sustains {best.rate_words()} requests/s within the SLO, "
             f"{colocated.name} {colocated.rate_words()} ({times}). {words}"
@@ -178,7 +181,7 @@ def sentence(
             f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
             f"that was tried; the best division ({ratio}) {best.rate_words()}.{SPARSE * is_sparse}"
         )
-    words = _keeps_up_words(link, best) if link.is_known else ""
+    words = _keeps_up_words(link, best) if link.is_known or link.gb_per_s else ""
     return (
         f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, "
         f"the best division ({ratio}) {best.rate_words()} ({times}; it takes {GAIN:g}x to be worth it). {words}"
@@ -206,11 +209,16 @@ def _keeps_up_words(link: BreakEven, best: Layout) -> str:
     who = "It" if other is best else f"Another ({other.num_prefill} prefill to {other.num_decode} decode)"
     if link.gb_per_s <= LINKS_GB_PER_S[0]:
         return f"{who} keeps up with them over any link from {link.gb_per_s:g} GB/s on."
+    if not link.is_known:
+        return f"{who} keeps up with them over {link.gb_per_s:.3g} GB/s between instances{NO_TIME}."
     return f"{who} keeps up with them from {link.gb_per_s:.3g} GB/s between instances on."
 
 
-def _link_words(gb_per_s: float, link_now: LinkNow) -> str:
+def _link_words(link: BreakEven, link_now: LinkNow) -> str:
+    gb_per_s = link.gb_per_s or 0.0
     if gb_per_s <= LINKS_GB_PER_S[0]:
         return f"Any link from {gb_per_s:g} GB/s on is enough to break even."
     told = f"{link_now.source.partition(' by ')[0]} now: {link_now.gb_per_s:.4g} GB/s"
+    if not link.is_known:
+        return f"{gb_per_s:.3g} GB/s between instances are enough to break even{NO_TIME} ({told})."
     return f"Below {gb_per_s:.3g} GB/s between instances disaggregation stops paying ({told})."

@@ -258,29 +258,31 @@ class Advisor:
         """Of the first split that sustains the rate over the fastest link: which is best there, nobody knows before."""
         if not rate_per_s:
             return BreakEven()
+        fastest, now = LINKS_GB_PER_S[1], self._question.setting.link_gb_per_s
         for split in splits:
-            holds = self._holds_in_time(split, rate_per_s, LINKS_GB_PER_S[1])
+            if split.max_rate_per_s >= rate_per_s and now <= fastest:
+                return self._slowest_link(split, rate_per_s, now)  # the search has seen that
+            holds = self._holds_in_time(split, rate_per_s, fastest)
             if holds is None:
                 return BreakEven()
             if holds:
-                return self._slowest_link(split, rate_per_s)
+                return self._slowest_link(split, rate_per_s, fastest)
         return BreakEven(is_known=True)
 
-    def _slowest_link(self, split: Layout, rate_per_s: float) -> BreakEven:
-        """At which it sustains the rate, as it does over the fastest."""
-        low, high = LINKS_GB_PER_S
-        holds = self._holds_in_time(split, rate_per_s, low)
-        if holds is None:
-            return BreakEven()
+    def _slowest_link(self, split: Layout, rate_per_s: float, enough_gb_per_s: float) -> BreakEven:
+        """At which it sustains the rate, as it does over the one that is known to be enough."""
+        low, high = LINKS_GB_PER_S[0], enough_gb_per_s
+        holds = high <= low or self._holds_in_time(split, rate_per_s, low)
         if holds:
             return BreakEven(low, split, is_known=True)
         for _ in range(LINK_STEPS):
-            middle = (low * high) ** 0.5
-            holds = self._holds_in_time(split, rate_per_s, middle)
             if holds is None:
                 break
-            low, high = (low, middle) if holds else (middle, high)
-        return BreakEven(round(high, 3), split, is_known=True)
+            middle = (low * high) ** 0.5
+            holds = self._holds_in_time(split, rate_per_s, middle)
+            if holds is not None:
+                low, high = (low, middle) if holds else (middle, high)
+        return BreakEven(round(high, 3), split, is_known=holds is not None)
 
     def _holds_in_time(self, layout: Layout, rate_per_s: float, link_gb_per_s: float) -> bool | None:
         """See _holds; not begun where time has ended."""

@@ -67,3 +67,55 @@ def test_where_colocated_instances_sustain_nothing_no_link_is_named():
     assert advice.sentence.startswith("Disaggregate, 2 prefill to 2 decode")
     assert (advice.break_even_gb_per_s, advice.break_even_known) == (None, False)
     assert "link" not in advice.sentence
+
+
+def timed(sustains, *, tries, link_gb_per_s=20.0):
+    """Advised like that with time for so many tries of the link, after the search."""
+    question = Question(TRACE, MACHINE, 4, Slo(4000, 50), Setting(link_gb_per_s))
+    tried = []
+    advisor = Advisor(question, lambda: 0.0 if len(tried) < tries else 1_000.0, 100.0)
+
+    def holds(layout, rate_per_s, link):
+        if advisor._deadline_s == 100.0:  # the search is over
+            tried.append(link)
+        return rate_per_s <= sustains(layout.name, link)
+
+    advisor._holds, advisor._at_own_rate = holds, lambda layout: None
+    return advisor.advise(), tried
+
+
+def test_a_link_is_known_as_the_slowest_only_where_the_time_was_enough_to_find_it():
+    def sustains(name, link):
+        return 8.0 if name == "4 colocated" else 10.0 if name == "3P:1D" and link > 70 else 0.5
+
+    for tries in range(3, 11):  # over the fastest all three, then this one over others
+        advice, tried = timed(sustains, tries=tries)
+        assert len(tried) == tries
+        enough = min(link for link in tried if link > 70)
+        assert (advice.break_even_gb_per_s, advice.break_even_known) == (round(enough, 3), False)
+        assert f"over {enough:.3g} GB/s between instances; whether less would" in advice.sentence
+    advice, _ = timed(sustains, tries=100)
+    assert (70 < advice.break_even_gb_per_s < 80, advice.break_even_known) == (True, True)
+    assert "there was no time" not in advice.sentence
+
+
+def test_the_link_that_a_division_sustained_the_rate_over_in_the_search_is_enough():
+    def sustained(most, from_gb_per_s):
+        return lambda name, link: (
+            8.0 if name == "4 colocated" else most if name == "3P:1D" and link > from_gb_per_s else 0.5
+        )
+
+    for most, verdict in ((8.0, "Keep them colocated"), (10.0, "Disaggregate, 3 prefill to 1 decode")):
+        for tries in range(1, 20):
+            advice, tried = timed(sustained(most, 7), tries=tries)
+            assert all(link < 20 for link in tried), "the search has seen what it does over 20"
+            assert 7 < advice.break_even_gb_per_s <= 20
+            assert advice.break_even_known == (tries >= 8)
+            assert advice.sentence.startswith(verdict)
+            assert ("there was no time" in advice.sentence) == (tries < 8)
+            assert "Below 20" not in advice.sentence
+        assert advice.break_even_gb_per_s < 8
+    assert 7 < timed(sustained(10.0, 7), tries=20, link_gb_per_s=0.01)[0].break_even_gb_per_s < 8
+    for link_gb_per_s in (0.01, 0.05, 20.0, 1000.0, 3000.0):
+        advice, _ = timed(sustained(10.0, 0), tries=20, link_gb_per_s=link_gb_per_s)
+        assert (advice.break_even_gb_per_s, advice.break_even_known) == (0.05, True)
