@@ -14,6 +14,7 @@ SPARSE = (
 )
 
 NO_TIME = "; whether less would do there was no time to find"
+CAPPED = " A run at more would have over {:,} requests. Give what keeps them busier: fewer --gpus, or a tighter SLO."
 
 
 def rounded(rate_per_s: float) -> float:
@@ -108,7 +109,8 @@ class Advice:
     """break_even_gb_per_s, break_even_known, break_even_layout: see BreakEven; of the best split, or of another where
     no link is enough for that one. gain_ratio: of the rates that were sustained; see Layout for what they are where
     nothing failed. within_budget: False where time ended the search.
-    decided: False where it ended before one way was known to be better; disaggregate is False then and says nothing.
+    decided: False where it ended, or no higher rate could be tried, before one way was known to be better;
+    disaggregate is False then and says nothing.
     trace_rate_per_s: of the stretch, or of all that the trace has where all of it comes at once; whole_rate_per_s: of
     all; is_burst: the stretch leaves pauses of it out. link_source, engine_sources: where
     the link's rate and the engine's sizes, by their names, are from."""
@@ -162,10 +164,8 @@ def sentence(
     gain: float,
     link: BreakEven,
     link_now: LinkNow,
-    *,
-    is_sparse: bool = False,
 ) -> str:
-    """The verdict. Args: link_now: as simulated; is_sparse: the rates end at MOST_DOUBLINGS of the trace's own."""
+    """The verdict. Args: link_now: as simulated."""
     if not colocated.max_rate_per_s and not best.max_rate_per_s:
         return "No layout keeps the SLO at any rate that was tried: loosen it, or take faster instances."
     ratio = f"{best.num_prefill} prefill to {best.num_decode} decode"
@@ -179,7 +179,7 @@ def sentence(
     if colocated.is_at_least:
         return (
             f"Keep them colocated: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, all "
-            f"that was tried; the best division ({ratio}) {best.rate_words()}.{SPARSE * is_sparse}"
+            f"that was tried; the best division ({ratio}) {best.rate_words()}."
         )
     words = _keeps_up_words(link, best) if link.is_known or link.gb_per_s else ""
     return (
@@ -193,6 +193,16 @@ def undecided(layouts: Sequence[Layout]) -> str:
     found = ", ".join(f"{layout.name} {layout.rate_words()}" for layout in layouts)
     return (
         f"Undecided: time ended the search ({found} requests/s). Give fewer --requests, or a quieter machine."
+    )
+
+
+def untold(colocated: Layout, best: Layout, most_requests: int | None) -> str:
+    """The same where the best division sustained all that was tried, and colocated instances (almost) as much. Args:
+    most_requests: of one run, where that is what ended the rates; None: MOST_DOUBLINGS of the trace's own did."""
+    cap = SPARSE if most_requests is None else CAPPED.format(most_requests)
+    return (
+        f"Undecided: {colocated.name} sustain {colocated.rate_words()} requests/s within the SLO, the best division "
+        f"({best.num_prefill} prefill to {best.num_decode} decode) {best.rate_words()}, all that was tried.{cap}"
     )
 
 

@@ -24,6 +24,7 @@ from loadtest.simulator.advice import (
     rounded,
     sentence,
     undecided,
+    untold,
 )
 from loadtest.simulator.cluster import Simulation
 from loadtest.simulator.hardware import Machine
@@ -118,6 +119,7 @@ class Advisor:
         self._trace = EndlessTrace(self._requests, question.slo, own or whole)
         self._elapsed_s, self._budget_s = elapsed_s, budget_s
         self._deadline_s = budget_s * SEARCH_SHARE
+        self._most_requests = max(question.most_simulated, 2 * len(self._requests))  # of one run
         self._num_simulations = 0
         self._within_budget = True
 
@@ -248,11 +250,15 @@ class Advisor:
 
     def _top_step(self) -> int:
         """The highest rate whose run is not too long."""
-        most = max(self._question.most_simulated, 2 * len(self._requests))
         step = step_of(self._trace.rate_per_s) + REACH
-        while self._trace.num_at(rate_at(step)) > most and rate_at(step) > 1e-3:
+        while self._trace.num_at(rate_at(step)) > self._most_requests and rate_at(step) > 1e-3:
             step -= 1
         return step
+
+    def _cap(self) -> int | None:
+        """Requests of one run, where they end the rates that are tried; None: REACH does."""
+        is_sparse = self._top_step() == step_of(self._trace.rate_per_s) + REACH
+        return None if is_sparse else self._most_requests
 
     def _break_even(self, splits: Sequence[Layout], rate_per_s: float) -> BreakEven:
         """Of the first split that sustains the rate over the fastest link: which is best there, nobody knows before."""
@@ -298,8 +304,12 @@ class Advisor:
             gain = 0.0
         pays = decided and gain >= GAIN and not colocated.is_at_least
         link_now = LinkNow(setting.link_gb_per_s, setting.source("link_gb_per_s"))
-        is_sparse = self._top_step() == step_of(self._trace.rate_per_s) + REACH
-        words = sentence(colocated, best, pays, gain, link, link_now, is_sparse=is_sparse)
+        if not decided:
+            words = undecided(layouts)
+        elif best.is_at_least and not pays:
+            words, decided = untold(colocated, best, self._cap()), False
+        else:
+            words = sentence(colocated, best, pays, gain, link, link_now)
         return Advice(
             disaggregate=pays,
             prefill=best.num_prefill,
@@ -309,7 +319,7 @@ class Advisor:
             break_even_known=link.is_known,
             break_even_layout=link.layout.name if link.layout is not None else "",
             decided=decided,
-            sentence=words if decided else undecided(layouts),
+            sentence=words,
             trace_rate_per_s=rounded(self._trace.rate_per_s),
             whole_rate_per_s=rounded(self._whole_rate_per_s),
             is_burst=self._is_burst,

@@ -1,6 +1,7 @@
 """`quire advise`: the rate of a stretch whose requests all come at once is its trace's, which may have none."""
 
 import json
+import math
 
 import pytest
 from typer.testing import CliRunner
@@ -36,6 +37,34 @@ def test_a_trace_that_comes_all_at_once_is_said_to_have_no_rate():
     for requests in (TICK[:1], TICK[:40]):
         with pytest.raises(InvalidRequest, match="no rate: all of its requests come at one time"):
             advised(requests)
+
+
+def test_layouts_that_sustain_all_that_was_tried_are_undecided_and_what_ended_it_is_named():
+    trace = [plain(n, 250.0 * n, 800, 20) for n in range(12)]  # 4/s
+    top_per_s = 2 ** (118 / 16)  # 166/s: more would take runs of over 8,000 requests
+
+    def compared(colocated, split):
+        advisor = Advisor(Question(trace, MACHINE, 2, Slo(4_000, 50)), lambda: 0.0, 1.0)
+        advisor._holds = lambda layout, rate_per_s, _link: (
+            rate_per_s <= (split if layout.is_split else colocated)
+        )
+        return advisor.advise()
+
+    for colocated in (math.inf, top_per_s / 1.02):  # the other one may do more than the 1.04x that was seen
+        advice = compared(colocated, math.inf)
+        assert (advice.decided, advice.disaggregate) == (False, False)
+        assert advice.sentence.startswith("Undecided: 2 colocated sustain ")
+        assert (
+            "(1 prefill to 1 decode) at least 166.00, all that was tried. A run at more would have over 8,000"
+            in (advice.sentence)
+        )
+    for split in (top_per_s / 1.02, 1.0):
+        advice = compared(math.inf, split)
+        assert (advice.decided, advice.disaggregate) == (True, False)
+        assert advice.sentence.startswith("Keep them colocated: 2 colocated sustain at least 166.00 ")
+    advice = compared(top_per_s / 1.1, math.inf)
+    assert (advice.decided, advice.disaggregate) == (True, True)
+    assert "at least 1.1" in advice.sentence
 
 
 def test_the_command_says_that_the_one_tick_is_a_burst(tmp_path):

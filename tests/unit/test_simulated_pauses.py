@@ -80,7 +80,8 @@ def test_a_trace_that_is_no_load_at_its_highest_rate_is_said_to_be_too_sparse():
     for gap_ms in (43_200_000.0, 1e11):
         requests = [plain(n, n * gap_ms, 100, 20) for n in range(3)]
         advice = Advisor(Question(requests, MACHINE, 2, Slo(2_000, 50)), lambda: 0.0, 1.0).advise()
-        assert re.match(r"Keep them colocated: 2 colocated sustain at least (0\.0|\de-)", advice.sentence)
+        assert re.match(r"Undecided: 2 colocated sustain at least (0\.0|\de-)", advice.sentence)
+        assert not advice.decided
         assert "too sparse to tell them apart: 1,024 times its own rate" in advice.sentence
         assert 0 < advice.trace_rate_per_s < 1e-4
         assert "0.00 " not in advice.sentence

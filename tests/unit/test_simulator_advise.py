@@ -82,6 +82,7 @@ def test_where_a_run_may_not_be_long_enough_the_rate_is_said_to_be_at_least():
     question = Question(STEADY, MACHINE, 3, Slo(2000, 10_000), Setting(100.0), most_simulated=300)
     advice = Advisor(question, lambda: 0.0, 1.0).advise()
     assert not advice.disaggregate
+    assert not advice.decided
     assert "3 colocated sustain at least 4." in advice.sentence
     assert advice.layouts[0].failed_rate_per_s == 0
 
