@@ -33,9 +33,9 @@ from shared.errors import ClusterError
 
 LEAST = {
     "limit": 0, "rate": 0, "instances": 1, "tp": 0, "memory_tokens": 0, "dram_tokens": 0, "instances_per_host": 1,
-    "peer_gb_per_s": 0, "remote_gb_per_s": 0, "max_running": 1, "noise": 0,
+    "peer_gb_per_s": 0, "max_running": 1, "noise": 0,
 }  # fmt: skip
-ABOVE_0 = ("speed", "slo_ttft_ms", "slo_tpot_ms")
+ABOVE_0 = ("speed", "remote_gb_per_s", "slo_ttft_ms", "slo_tpot_ms")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,8 +55,11 @@ def parser() -> argparse.ArgumentParser:
     add_machine_options(out)
     out.add_argument("--dram-tokens", type=int, default=0, help="KV in host memory behind each instance")
     out.add_argument("--instances-per-host", type=int, default=1)
-    out.add_argument("--peer-gb-per-s", type=float, default=200.0, help="between instances of a host")
-    out.add_argument("--remote-gb-per-s", type=float, default=20.0, help="between hosts")
+    out.add_argument(
+        "--peer-gb-per-s", type=float, default=200.0,
+        help="between instances of a host; 0: both use the same pages",
+    )  # fmt: skip
+    out.add_argument("--remote-gb-per-s", type=float, default=20.0, help="between hosts; above 0")
     out.add_argument("--max-running", type=int, default=256)
     add_local_options(out)
     out.add_argument("--slo-ttft-ms", type=float, default=2000.0)

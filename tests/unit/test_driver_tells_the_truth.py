@@ -271,8 +271,9 @@ async def test_the_address_that_quire_up_prints_is_taken(tmp_path, capsys):
     "words",
     [
         "--instances-per-host 0", "--speed nan", "--speed 0", "--instances 0", "--noise nan", "--noise -1",
-        "--max-running 0", "--remote-gb-per-s -1", "--peer-gb-per-s nan", "--limit -1", "--dram-tokens -1",
-        "--memory-tokens -1", "--rate -1", "--tp -1", "--slo-tpot-ms 0", "--split a:b", "--split 6:-2",
+        "--max-running 0", "--remote-gb-per-s 0", "--peer-gb-per-s -1", "--peer-gb-per-s nan", "--limit -1",
+        "--dram-tokens -1", "--memory-tokens -1", "--rate -1", "--tp -1", "--slo-tpot-ms 0", "--split a:b",
+        "--split 6:-2",
     ],
 )  # fmt: skip
 def test_values_that_no_cluster_can_have_are_refused_by_the_simulator(words, capsys, tmp_path):
