@@ -63,7 +63,7 @@ class Summary:
     times: dict[str, dict[str, Interval]] = field(default_factory=dict)
     sources: dict[str, float] = field(default_factory=dict)
     hit: Interval = field(default_factory=lambda: Interval(0, 0, 0))
-    hit_bound: float | None = None  # of an infinite cache
+    hit_bound: float | None = None  # of an infinite cache; None: not known, as of a part of a run
     predicted: dict[str, Interval] = field(default_factory=dict)  # error of the scheduler's TTFT, p50 and p90
     lag_p99_ms: float = 0.0
     client_verdict: str = ""
@@ -117,9 +117,9 @@ def _ratio(rows: np.ndarray) -> np.ndarray:
 
 
 def between(run: Run, from_s: float, to_s: float) -> Run:
-    """The requests that were due in that time: without a warm-up, say."""
+    """The requests that were due in that time: without a warm-up, say. The bound of hits is of the whole run."""
     kept = [one for one in run.outcomes if from_s * 1000 <= one.due_ms < to_s * 1000]
-    return Run(run.head, kept)
+    return Run(run.head if len(kept) == len(run.outcomes) else run.head | {"hit_bound": None}, kept)
 
 
 def summarise(run: Run, slo: Slo) -> Summary:

@@ -1,6 +1,7 @@
 """Outcomes, summaries and reports of runs, from made-up runs of known figures."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -169,13 +170,15 @@ def test_every_column_of_a_report_has_a_heading():
 
 
 @pytest.mark.slow
-def test_a_warm_up_is_left_out_and_the_bound_of_hits_is_shown(tmp_path):
+def test_a_warm_up_is_left_out_and_the_bound_of_hits_is_shown_of_whole_runs_alone(tmp_path):
     whole = run()
     whole.head["hit_bound"] = 0.829
     late = summary.between(whole, 10, 15)
     assert [one.request_id for one in late.outcomes] == list(range(100, 150))
     found = render.write_report([late], tmp_path, Slo())
-    assert found[0].num_requests == 50
+    assert (found[0].num_requests, found[0].hit_bound) == (50, None)
+    assert "82.9%" not in (tmp_path / "report.md").read_text(), "others than these 50 had a part in it"
+    render.write_report([summary.between(whole, 0, math.inf)], tmp_path, Slo())
     assert "82.9%" in (tmp_path / "report.md").read_text()
 
 
