@@ -8,6 +8,7 @@ from loadtest.workloads.stats import BlockIds
 from shared.ids import BlockHash
 
 HASH_BYTES = 16  # the part of a block hash that the prompt tree keeps
+MOST_PER_S = 1e12  # at more, arrivals are nearer to each other than clocks tell: all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,12 @@ def faster(requests: Sequence[SimRequest], factor: float) -> list[SimRequest]:
 
 
 def mean_rate_per_s(requests: Sequence[SimRequest]) -> float:
-    """Arrivals a second; 0 for one request, or for all at once. Of a trace whose times are ticks each tick lasts until
-    the next, the last one as long as the others: 60 every 3 s are 20/s, however few ticks there are."""
+    """Arrivals a second; 0 for one request, or for all at once (over MOST_PER_S, too). Of a trace whose times are ticks
+    each tick lasts until the next, the last one as long as the others: 60 every 3 s are 20/s, however few ticks."""
     span_ms = requests[-1].arrival_ms - requests[0].arrival_ms
     num, num_ticks = len(requests), len({request.arrival_ms for request in requests})
-    return (num - num / num_ticks) / span_ms * 1000 if span_ms else 0.0
+    rate_per_s = (num - num / num_ticks) / span_ms * 1000 if span_ms else 0.0
+    return rate_per_s if rate_per_s <= MOST_PER_S else 0.0
 
 
 @dataclass(frozen=True, slots=True)

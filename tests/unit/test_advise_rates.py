@@ -34,7 +34,8 @@ def test_a_stretch_at_one_instant_has_the_rate_of_its_trace_and_is_a_burst_of_it
 
 
 def test_a_trace_that_comes_all_at_once_is_said_to_have_no_rate():
-    for requests in (TICK[:1], TICK[:40]):
+    closer = [[plain(0, 0.0, 100, 5), plain(1, at_ms, 100, 5)] for at_ms in (5e-324, 1e-305, 1e-12)]
+    for requests in (TICK[:1], TICK[:40], *closer):
         with pytest.raises(InvalidRequest, match="no rate: all of its requests come at one time"):
             advised(requests)
 
