@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -51,18 +52,36 @@ def flush_streams() -> None:
 
 
 class _StdlibHandler(logging.Handler):
-    """Warnings and errors of libraries, in the same form as our own lines."""
+    """Warnings and errors of libraries, in the same form as our own lines. As every handler it raises nothing."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        fields: dict[str, Any] = {"message": record.getMessage()}
-        if record.exc_info:
-            fields["exception"] = logging.Formatter().formatException(record.exc_info)
+        fields: dict[str, Any] = {}
+        try:
+            fields["message"] = record.getMessage()
+            if record.exc_info:
+                fields["exception"] = logging.Formatter().formatException(record.exc_info)
+        except Exception as error:  # noqa: BLE001 - whatever a library's arguments do when they are formatted
+            fields["message"] = f"{record.msg!r}: not formatted, {type(error).__name__}"
         log = get_logger(record.name)
         (log.error if record.levelno >= logging.ERROR else log.warning)("library_message", **fields)
 
 
 def _render(_logger: Any, _name: str, event: EventDict) -> bytes:
-    return _encoder.encode(event)
+    try:
+        return _encoder.encode(event)
+    except UnicodeEncodeError:  # a path that is no UTF-8
+        return _encoder.encode(_printable(event))
+
+
+def _printable(value: Any) -> Any:
+    """Half of a surrogate pair, which JSON cannot have, as `\\udc80`."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_printable(each) for each in value]
+    return value
 
 
 def setup(service: str, instance: str, level: str = "info") -> None:

@@ -5,6 +5,7 @@ MAX_FILE_BYTES; a folder keeps at most MAX_FOLDER_FILES.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +30,15 @@ class JsonlSpanExporter:
         self._max_file_bytes = max_file_bytes
         self._fd = -1
         self._pid = 0
+        self._is_torn = False  # its last line
 
     @property
     def path(self) -> Path:
         return self._directory / f"spans-{self._service}-{os.getpid()}.jsonl"
 
     def export(self, spans: Sequence[SpanRecord]) -> None:
-        """Raises: OSError. Costs 1 us a span: one call encodes all, as no other thread runs meanwhile."""
+        """Raises: OSError, also where the disk had room for a part of them. Costs 1 us a span: one call encodes all, as
+        no other thread runs meanwhile."""
         if self._fd < 0 or self._pid != os.getpid():  # first use, or a forked child, with a file of its own
             self._open()
         data = _encoder.encode_lines(spans)
@@ -46,14 +49,19 @@ class JsonlSpanExporter:
             with contextlib.suppress(FileNotFoundError):  # as above, a moment ago
                 self.path.replace(self.path.with_suffix(".1.jsonl"))
             self._open()
-        os.write(self._fd, data)
+        # behind a torn line, which is nobody's then
+        whole = b"\n" + data if self._is_torn else data
+        if os.write(self._fd, whole) < len(whole):
+            self._is_torn = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._is_torn = False
 
     def _open(self) -> None:
         if self._fd >= 0:
             closing, self._fd = self._fd, -1  # opening may fail, and the number be another file's by then
             os.close(closing)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._pid = os.getpid()
+        self._pid, self._is_torn = os.getpid(), False
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -9,11 +9,11 @@ from statistics import fmean
 
 from msgspec import Struct
 
+from shared.observe.span_owner import REQUEST, owners
 from shared.observe.span_record import SpanRecord
 from shared.observe.timeline import local_spans
 
-MAX_SPANS = 500_000  # that are looked at: 330 bytes each
-REQUEST = "gateway.receive"  # a request's span, whoever its trace began with; profiles of workers have none
+MAX_SPANS = 500_000  # that are looked at: 400 bytes each
 FIRST_TOKEN = "first_token"  # the end of an event's name: its own row, from the request's begin
 
 
@@ -32,6 +32,8 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 class _Seen(Struct, gc=False):
     trace: str
+    key: int  # of its span, in its trace
+    parent: int
     service: str
     name: str
     begin_ns: int
@@ -66,16 +68,22 @@ def stages_of(spans: Iterable[SpanRecord]) -> tuple[list[Stage], int, bool]:
     coming = iter(spans)
     seen = list(_seen(islice(coming, MAX_SPANS)))
     is_cut = next(coming, None) is not None
-    begins: dict[str, int] = {}
+    requests: dict[str, dict[int, int]] = defaultdict(dict)  # by trace: their begins
     for one in seen:
         if one.is_request:
-            begins[one.trace] = min(one.begin_ns, begins.get(one.trace, one.begin_ns))
-    rows: dict[tuple[str, str], list[_Seen]] = defaultdict(list)
+            requests[one.trace][one.key] = one.begin_ns
+    owner_of = owners(
+        (one.key, one.parent, one.is_request) for one in seen if len(requests.get(one.trace, ())) > 1
+    )
+    rows: dict[tuple[str, str], list[tuple[_Seen, int]]] = defaultdict(list)
     for one in seen:
-        if one.trace in begins:
-            rows[one.service, one.name].append(one)
-    stages = [_stage(service, name, row, begins) for (service, name), row in rows.items()]
-    return sorted(stages, key=lambda s: (s.starts_p50_ms, -s.took_p50_ms, s.name)), len(begins), is_cut
+        begins = requests.get(one.trace, {})
+        owner = next(iter(begins)) if len(begins) == 1 else owner_of.get(one.key)
+        if owner in begins:
+            rows[one.service, one.name].append((one, begins[owner]))
+    stages = [_stage(service, name, row) for (service, name), row in rows.items()]
+    num_requests = sum(map(len, requests.values()))
+    return sorted(stages, key=lambda s: (s.starts_p50_ms, -s.took_p50_ms, s.name)), num_requests, is_cut
 
 
 def _seen(spans: Iterable[SpanRecord]) -> Iterator[_Seen]:
@@ -83,23 +91,26 @@ def _seen(spans: Iterable[SpanRecord]) -> Iterator[_Seen]:
         service = span.service.removeprefix("quire-")
         times = span.start_ns, max(span.start_ns, span.end_ns)
         is_request = span.name == REQUEST
-        yield _Seen(span.trace_id, service, span.name, *times, is_request, bool(span.error))
+        keys = hash((span.trace_id, span.span_id)), hash((span.trace_id, span.parent_id))
+        yield _Seen(span.trace_id, *keys, service, span.name, *times, is_request, bool(span.error))
         if is_request:
             for event in span.events:
                 if event.name.endswith(FIRST_TOKEN):
+                    first = span.start_ns, event.time_ns
                     yield _Seen(
-                        span.trace_id, service, "first token", span.start_ns, event.time_ns, False, False
-                    )
+                        span.trace_id, hash((*keys, event.name)), keys[0], service, "first token", *first, False, False
+                    )  # fmt: skip
 
 
-def _stage(service: str, name: str, seen: list[_Seen], begins: dict[str, int]) -> Stage:
-    starts = sorted((one.begin_ns - begins[one.trace]) / 1e6 for one in seen)
-    took = sorted((one.end_ns - one.begin_ns) / 1e6 for one in seen)
+def _stage(service: str, name: str, seen: list[tuple[_Seen, int]]) -> Stage:
+    """Args: seen: each with its request's begin."""
+    starts = sorted((one.begin_ns - begin_ns) / 1e6 for one, begin_ns in seen)
+    took = sorted((one.end_ns - one.begin_ns) / 1e6 for one, _ in seen)
     return Stage(
         service=service,
         name=name,
         count=len(seen),
-        errors=sum(one.failed for one in seen),
+        errors=sum(one.failed for one, _ in seen),
         starts_p50_ms=round(_at(starts, 0.5), 3),
         took_p50_ms=round(_at(took, 0.5), 3),
         took_mean_ms=round(fmean(took), 3),

@@ -10,18 +10,22 @@ import msgspec
 
 from shared import http_get
 from shared.errors import PeerGone, PeerProtocolError
+from shared.observe.span_owner import REQUEST, owners
 from shared.observe.span_record import REQUEST_ID, SpanEvent, SpanRecord
 
-MAX_SPANS = 10_000  # of one trace
+MAX_SPANS = 10_000  # that are shown, the first ones
+MAX_TRACE_SPANS = 500_000  # of all requests of its traces, that are looked at
 MAX_REPLY_BYTES = 64 << 20
 BAR_COLUMNS = 28
 MAX_VALUE_CHARS = 60
 _HIDDEN = {REQUEST_ID, "internal.span.format", "span.kind", "otel.scope.name", "otel.status_code", "error"}
 _decoder = msgspec.json.Decoder(SpanRecord)
+Key = tuple[str, str]  # trace and span id
+NOBODY = ("", "")
 
 
 def read_local(directory: Path, request_id: str) -> list[SpanRecord]:
-    """All spans of the request's traces; `request_id` may also be a trace id. [] when there are none.
+    """All spans of the request, or of everything in a trace where `request_id` is its id. [] when there are none.
 
     Cost: two passes over the store's files; only lines that contain an id are decoded.
     """
@@ -30,7 +34,7 @@ def read_local(directory: Path, request_id: str) -> list[SpanRecord]:
         if span.attributes.get(REQUEST_ID) == request_id:
             trace_ids.add(span.trace_id)
     spans = (span for span in _local_spans(directory, trace_ids) if span.trace_id in trace_ids)
-    return _unique(spans)
+    return _of_request(spans, request_id)
 
 
 def _local_spans(directory: Path, needles: Iterable[str]) -> Iterator[SpanRecord]:
@@ -57,13 +61,26 @@ def local_spans(directory: Path, *, containing: str = "{") -> Iterator[SpanRecor
     return _local_spans(directory, (containing,))
 
 
-def _unique(spans: Iterable[SpanRecord]) -> list[SpanRecord]:
-    by_id: dict[tuple[str, str], SpanRecord] = {}
+def _of_request(spans: Iterable[SpanRecord], request_id: str) -> list[SpanRecord]:
+    """Those of the request, which its client may have sent in one trace with others; the first MAX_SPANS, each once."""
+    by_key: dict[Key, SpanRecord] = {}
     for span in spans:
-        by_id[span.trace_id, span.span_id] = span
-        if len(by_id) >= MAX_SPANS:
+        by_key[_key(span)] = span
+        if len(by_key) >= MAX_TRACE_SPANS:
             break
-    return sorted(by_id.values(), key=lambda span: (span.start_ns, -span.end_ns))
+    found = list(by_key.values())
+    named = [span for span in found if span.attributes.get(REQUEST_ID) == request_id]
+    owner_of = owners((_key(s), (s.trace_id, s.parent_id), s.name == REQUEST) for s in found)
+    if named and len(set(owner_of.values())) > 1:
+        wanted = {owner_of.get(_key(span)) for span in named}
+        # what hangs on no request is known by its id alone
+        own = {_key(span) for span in named}
+        found = [s for s in found if _key(s) in own or owner_of.get(_key(s), NOBODY) in wanted]
+    return sorted(found, key=lambda span: (span.start_ns, -span.end_ns))[:MAX_SPANS]
+
+
+def _key(span: SpanRecord) -> Key:
+    return span.trace_id, span.span_id
 
 
 def read_jaeger(
@@ -78,7 +95,7 @@ def read_jaeger(
     body = _get(f"{base_url.rstrip('/')}/api/traces?{query}", timeout_s)
     try:
         traces = msgspec.json.decode(body)["data"] or []
-        return _unique(span for trace in traces for span in _jaeger_spans(trace))
+        return _of_request((span for trace in traces for span in _jaeger_spans(trace)), request_id)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise PeerProtocolError(f"{base_url} did not answer as Jaeger does: {error!r}") from error
 
@@ -153,6 +170,8 @@ def _headline(spans: list[SpanRecord], length_ns: int) -> str:
     traces = " ".join(sorted({span.trace_id for span in spans}))
     places = len({_place(span) for span in spans})
     title = f"trace {traces}: {len(spans)} spans in {places} processes, {length_ns / 1e6:.1f} ms"
+    if len(spans) >= MAX_SPANS:
+        title += f"; of more than {MAX_SPANS:,} spans the first ones"
     return f"{title}\n{'start ms':>10} {'took ms':>10}  span"
 
 

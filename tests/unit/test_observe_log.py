@@ -150,3 +150,19 @@ def test_a_closed_stderr_costs_lines_only(tmp_path):
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="use debug"):
         log.setup("mempool", "mempool-0", "loud")
+
+
+def test_no_line_raises_into_who_writes_it_whatever_is_in_it(lines):
+    log.setup("x", "x", "info")
+    log.get_logger("a").info("found", path="a\udc80", more={"b\udc80": ("c\udc80", 1)})
+    root = logging.getLogger()
+    root.handlers = [
+        each for each in root.handlers if isinstance(each, log._StdlibHandler)
+    ]  # pytest's raises
+    library = logging.getLogger("some.library")
+    library.warning("%d of them", "two")
+    library.warning("half a pair \ud800")
+    ours, unformatted, half = lines()
+    assert (ours["path"], ours["more"]) == (r"a\udc80", {r"b\udc80": [r"c\udc80", 1]})
+    assert unformatted["message"] == "'%d of them': not formatted, TypeError"
+    assert half["message"] == r"half a pair \ud800"

@@ -56,6 +56,24 @@ def test_what_belongs_to_no_request_that_is_here_does_not_count():
     assert stages_of([]) == ([], 0, False)
 
 
+def test_requests_that_a_client_sent_in_one_trace_are_counted_and_begin_each_by_itself():
+    spans = []
+    for number in range(3):
+        one = [
+            msgspec.structs.replace(
+                each, trace_id="session", span_id=f"{number}{each.name}",
+                parent_id=f"{number}gateway.receive" if each.name != "gateway.receive" else "its client's",
+            )
+            for each in request("t", 10.0, at=number * 60_000 * MS)
+        ]  # fmt: skip
+        spans += one
+    stages, num, _ = stages_of([*reversed(spans), span("session", "lost", 5, 5, parent="nobody's")])
+    assert num == 3
+    assert [(s.name, s.count, s.starts_p50_ms) for s in stages] == [
+        ("gateway.receive", 3, 0.0), ("first token", 3, 0.0), ("prefill", 3, 2.0), ("decode", 3, 12.0),
+    ]  # fmt: skip
+
+
 def test_errors_are_counted_and_shown():
     spans = [
         span("t1", "gateway.receive", 0, 5, parent="client"),

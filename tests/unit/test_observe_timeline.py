@@ -10,6 +10,7 @@ import pytest
 from shared import http_get
 from shared.errors import PeerGone, PeerProtocolError
 from shared.observe import timeline
+from shared.observe.span_owner import owners
 from shared.observe.span_record import REQUEST_ID, SpanEvent, SpanRecord
 
 MS = 1_000_000
@@ -57,6 +58,45 @@ def test_an_id_that_only_begins_the_same_is_another_request(tmp_path, request_sp
     write(tmp_path / "spans-gateway-1.jsonl", request_spans)
     assert timeline.read_local(tmp_path, "chatcmpl-") == []
     assert timeline.read_local(tmp_path / "missing", "chatcmpl-1") == []
+
+
+def test_of_requests_that_a_client_sent_in_one_trace_the_one_that_was_asked_for_is_shown(tmp_path):
+    """An agent's session, say. The mempool's spans have no request's id; a span may be written before its parent."""
+    spans = []
+    for number in range(1_000):
+        ids, begin = {REQUEST_ID: f"chatcmpl-{number}"}, number * 1_000
+        spans += [
+            span(f"m{number}", begin + 2, begin + 3, parent=f"p{number}", instance="mempool-0"),
+            span(f"p{number}", begin + 1, begin + 5, parent=f"r{number}", attributes=ids),
+            msgspec.structs.replace(
+                span(f"r{number}", begin, begin + 9, parent="client", attributes=ids), name="gateway.receive"
+            ),
+        ]
+        spans += [span(f"{each}d{number}", begin + 2, begin + 3, parent=f"m{number}") for each in range(9)]
+    spans.append(span("lost", 7, 8, parent="unknown"))
+    write(tmp_path / "spans-gateway-1.jsonl", spans)
+    found = timeline.read_local(tmp_path, "chatcmpl-997")
+    assert {item.name.rstrip("0123456789") or item.name for item in found} >= {"m", "p", "gateway.receive"}
+    assert len(found) == 12
+    assert all(997_000 * MS <= item.start_ns < 998_000 * MS for item in found)
+    everything = timeline.read_local(tmp_path, "a" * 32)
+    assert len(everything) == timeline.MAX_SPANS
+    assert "of more than 10,000 spans the first ones" in timeline.render(everything)
+
+
+def test_a_request_whose_own_span_is_not_written_yet_is_shown_by_its_id(tmp_path):
+    running = span("schedule", 5, 6, parent="receive-2", attributes={REQUEST_ID: "chatcmpl-2"})
+    roots = [
+        span(f"receive-{each}", each, each + 9, attributes={REQUEST_ID: f"old-{each}"}) for each in (7, 8)
+    ]
+    done = [msgspec.structs.replace(each, name="gateway.receive") for each in roots]
+    write(tmp_path / "spans-gateway-1.jsonl", [*done, running])
+    assert timeline.read_local(tmp_path, "chatcmpl-2") == [running]
+
+
+def test_spans_that_point_at_each_other_belong_to_nobody():
+    links = [("a", "b", False), ("b", "a", False), ("c", "c", False), ("d", "r", False), ("r", "r", True)]
+    assert owners(links) == {"d": "r", "r": "r"}
 
 
 def test_a_line_half_written_is_skipped(tmp_path, request_spans):
