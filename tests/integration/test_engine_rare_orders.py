@@ -1,7 +1,7 @@
 """Orders of events in an engine that are rare: each lost an answer, a lease, a block or the engine once.
 
-Those of the schedulers are played in tests/support/rare_engine_orders.py, in a process of its own, because importing
-vLLM takes longer than they do.
+Those of the schedulers are played in tests/support/rare_engine_orders.py and rare_far_orders.py, in a process of its
+own, because importing vLLM takes longer than they do.
 """
 
 import json
