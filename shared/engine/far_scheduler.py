@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 from shared.engine.far_tables import runs
 from shared.engine.page_pool import SEALED, WRITING
 from shared.engine.page_scheduler import PageSchedulerMixin
+from shared.engine.page_swaps import FAR
 from shared.engine.pool_watch import EXIT_MEMORY_LOST
 from shared.fair.far import MAX_ASKED, PATIENCE_S, Candidate, FarBook, Moved, choose
 from shared.ids import BlockHash
@@ -97,7 +98,6 @@ class FarSchedulerMixin(PageSchedulerMixin):
 
     def _answer_pool(self) -> None:
         with self._turn:
-            self._end_if_lost()
             if self.far is not None:  # the thread that watches the mempool was there first
                 self._hear()
                 self._let_go()
@@ -111,7 +111,12 @@ class FarSchedulerMixin(PageSchedulerMixin):
             return finished
 
     def _end_if_lost(self) -> None:
-        if self.quota.lost and self.far is not None and self.far.in_use:
+        """The successor's places have the same numbers: none of this mempool's may be dropped there."""
+        if not self.quota.lost or self.far is None:
+            return
+        if (
+            self.far.in_use or self._dropping or FAR in self.pages.kinds
+        ):  # a step under way knows the last ones
             logger.critical("the mempool is gone that kept this engine's far blocks: the engine begins anew")
             os._exit(EXIT_MEMORY_LOST)
 

@@ -82,6 +82,7 @@ class PoolWatch:
             self.pages.absorb()
             if not self.quota.lost:
                 return
+            self._end_if_lost()  # here: it may have been lost a moment ago
             leases = [self._held_lease(lease_id, blocks) for lease_id, blocks in self._all_leases()]
             try:
                 holding = self.pages.holding(leases)
@@ -91,6 +92,9 @@ class PoolWatch:
             except ResourceError as error:
                 logger.critical("the engine must begin anew: %s", error.message)
                 os._exit(EXIT_MEMORY_LOST)
+
+    def _end_if_lost(self) -> None:
+        """Where the engine uses what went with the mempool, and can use nobody else's, it ends."""
 
     def _all_leases(self) -> list[tuple[LeaseId, list[KVCacheBlock]]]:
         ended = [(lease_id, blocks) for _, lease_id, blocks in self._ended_leases]

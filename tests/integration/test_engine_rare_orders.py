@@ -66,6 +66,14 @@ def test_who_is_parked_and_needs_no_page_does_not_wait_with_who_finds_none(faile
     holds("parked_with_one_beginning", failed)
 
 
+def test_an_engine_ends_with_its_mempool_while_a_step_knows_far_places_that_nobody_has_any_more(failed):
+    holds("leaves_with_the_mempool", failed)
+
+
+def test_an_engine_whose_mempool_is_lost_while_it_is_answered_does_not_take_far_blocks_along(failed):
+    holds("lost_while_it_is_answered", failed)
+
+
 def test_a_newcomer_whose_hits_make_way_for_it_looks_for_them_again(failed):
     holds("lease_ends_under_hits", failed)
 

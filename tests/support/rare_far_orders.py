@@ -1,13 +1,16 @@
 """Orders of events that are rare in an engine whose blocks are read where they are (rare_engine_orders.py)."""
 
+import contextlib
+import itertools
 import random
 from typing import Any
 from unittest import mock
 
+from shared.engine import pool_watch
 from shared.engine.page_swaps import SEALED
 from shared.kv.words import u32_bytes
 from shared.wire.mempool_far import NO_PLACE, FarMoved
-from tests.support.engine_turns import TURN_MS, settle, some
+from tests.support.engine_turns import TURN_MS, settle, some, turn
 from tests.support.far_world import SIZES, FarEngine, FarWorld
 from tests.support.page_engine import STEP_TOKENS
 
@@ -143,10 +146,89 @@ def parked_with_one_beginning() -> None:
         assert engine.scheduler.fair_counts["recomputed_tokens"] == 0
 
 
+def far_and_beside(name: str, depth: int) -> tuple[FarWorld, FarEngine]:
+    """Two requests in steps; blocks of "far" alone are read outside, and none is on its way there."""
+    rng = random.Random(1)
+    world = FarWorld(name)
+    engine = FarEngine(world, name, depth=depth)
+    world.pump()
+    engine.add("far", some(rng, 12), 30, {})
+    engine.add("beside", some(rng, 3), 50, {})
+    scheduler = engine.scheduler
+    for _ in range(100):
+        turn(world, engine)
+        is_read = set(scheduler.far._far) == {"far"} and not scheduler.far.num_asked
+        if is_read and len(scheduler.running) == 2 and not scheduler._fenced:
+            return world, engine
+    raise AssertionError(engine.describe())
+
+
+class Ended(Exception):
+    """The engine begins anew."""
+
+
+def has_a_successor(world: FarWorld, engine: FarEngine) -> bool:
+    """Whether the engine goes on with it. What a step reads is mapped as long as that runs, whoever died."""
+    for _ in engine.steps:
+        engine.execute()
+    world.lose_mempool()
+    world.start_successor()
+    try:
+        engine.scheduler._answer_pool()
+    except Ended:
+        return False
+    world.attach_rank(engine)
+    return True
+
+
+def leaves_with_the_mempool() -> None:
+    """Whose blocks alone were far is aborted in the middle of a step that reads them. The engine went on, and dropped
+    the places behind that step with the successor, where they were another request's: a fault, or wrong bytes.
+    """
+    for depth, is_over in itertools.product((1, 2), (False, True)):
+        world, engine = far_and_beside(f"leaves-{depth}-{is_over}", depth)
+        if not engine.steps:
+            engine.schedule()
+        engine.abort("far")
+        assert not engine.scheduler.far.in_use
+        for _ in range(3 if is_over else 0):
+            turn(world, engine)
+        with mock.patch.object(pool_watch.os, "_exit", side_effect=Ended):
+            assert has_a_successor(world, engine) == is_over
+        if is_over:
+            settle(world, engine)
+
+
+def lost_while_it_is_answered() -> None:
+    """It is lost behind the first look at it, and its successor is there already: blocks that are read nowhere."""
+    for depth in (1, 2):
+        world, engine = far_and_beside(f"answered-{depth}", depth)
+        is_there, absorb = [], engine.pool.absorb
+
+        def lost(world=world, engine=engine, absorb=absorb, is_there=is_there) -> None:
+            absorb()
+            if not is_there:
+                for _ in engine.steps:
+                    engine.execute()
+                is_there.append(True)
+                world.lose_mempool()
+                world.start_successor()
+
+        with (
+            mock.patch.object(pool_watch.os, "_exit", side_effect=Ended) as ends,
+            mock.patch.object(engine.pool, "absorb", lost),
+            contextlib.suppress(Ended),
+        ):
+            engine.scheduler._answer_pool()
+        assert ends.call_count == 1
+
+
 CLAIMS = (
     fills_its_blocks_in_the_step_under_way,
     lease_leaves_too_few_pages,
     leased_while_going_far,
     lost_in_the_step_of_its_turn,
     parked_with_one_beginning,
+    leaves_with_the_mempool,
+    lost_while_it_is_answered,
 )
