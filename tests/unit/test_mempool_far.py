@@ -316,6 +316,30 @@ def test_the_page_of_a_block_that_went_far_is_free_though_blocks_behind_it_are_p
     assert rig.counters()["far_pages_freed"] == 2
 
 
+def test_the_page_of_a_far_block_that_is_computed_again_for_another_request_is_free_when_that_is_over():
+    """Nobody evicts it, with pinned blocks behind it: the engine never had it again while those were read."""
+    rig = FarMarket(dram_pages=4)
+    pages = rig.fill(PREFILL, 0, ABCD, "abcd")
+    rig.say(PREFILL, FarOut(number=1, hashes=b"".join(ABCD[:2])))
+    rig.copied()
+    places = rig.placed(1)
+
+    def granted() -> list[tuple[PageId, Epoch]]:
+        got = [m for m in rig.sent[PREFILL] if isinstance(m, wire.Granted)]
+        rig.sent[PREFILL].clear()
+        return [page for m in got for page in zip(u32_list(m.pages), u64_list(m.epochs), strict=True)]
+
+    granted()
+    unused = pages[:2]
+    for _ in range(3):
+        rig.say(PREFILL, wire.Unpin(**page_lists(unused)))
+        unused = granted()
+        assert len(unused) == 2
+        rig.write(PREFILL, unused)
+        rig.seal(PREFILL, unused, ABCD[:2])
+    assert rig.seen(places) == "ab"
+
+
 def memory(num_pages: int = 8, pages_per_slab: int = 4, num_slabs: int = 2, page_bytes: int = 3 << 20) -> Any:
     """A space's, on a GPU where pages_per_slab is positive."""
     table = SimpleNamespace(num_pages=num_pages)

@@ -129,6 +129,7 @@ class Far(FarMoves):
     def advance(self) -> None:
         """Take everything as far as it goes. Cost: nothing without far places in use."""
         for user in self._users:
+            user.find_left()
             if user.left:
                 self._free_left(user)
         for job in list(self._jobs):

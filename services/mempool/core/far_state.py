@@ -53,6 +53,19 @@ class User:
     refused: int = 0  # blocks for which there was no room, said once to whoever borrows for it
     pace: Pace = field(default_factory=Pace)
 
+    def find_left(self) -> None:
+        """Blocks that are far, and were computed here again for another request, are `left` where pages are wanted: no
+        eviction reaches them under pinned ones.
+
+        Cost: a look at every place, where an engine lacks pages beside blocks that nobody pins; else none.
+        """
+        memory, index = self.pool.memory, self.pool.index
+        if not self.places or memory is None or memory.table.num_free or len(index) == index.num_pinned:
+            return
+        if not index.can_evict and memory.engines.num_lacking():
+            known = [index.get(place.where[1].block_hash) for place in self.places.values()]
+            self.left.update(entry.block_hash for entry in known if entry is not None and not entry.pins)
+
 
 @dataclass(slots=True, eq=False)
 class Job:
