@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 
 from shared.engine.fair_scheduler import FairSchedulerMixin
 from shared.engine.far_scheduler import FarSchedulerMixin
+from shared.engine.swap_scheduler import STUCK_S
 from shared.fair.far import PATIENCE_S
 
 
@@ -79,9 +80,13 @@ class FairFarSchedulerMixin(FairSchedulerMixin, FarSchedulerMixin):
         return not (self._fenced or self.pages.num_expected or self.far.is_worth_waiting(now_s))
 
     def _end_a_stall(self) -> None:
-        """Nobody runs, and no page comes of itself: who is furthest from its turn gives its own up."""
-        if not self._is_stalled(PATIENCE_S):
+        """Nobody runs, and no page comes of itself: who is furthest from its turn gives its own up.
+
+        Soon where this engine has as many pages as ever: else the others may come back. That is believed once.
+        """
+        if not self._is_stalled(STUCK_S if self.pages.num_owned >= self._most_owned else PATIENCE_S):
             return
+        self._most_owned = self.pages.num_owned
         accounts = self.slices.accounts.requests
         parked = [r for r in self._parked.values() if not self._in_flight(r)]
         if len(parked) > 1:

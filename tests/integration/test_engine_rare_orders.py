@@ -74,6 +74,14 @@ def test_an_engine_whose_mempool_is_lost_while_it_is_answered_does_not_take_far_
     holds("lost_while_it_is_answered", failed)
 
 
+def test_parked_requests_whose_blocks_may_not_leave_make_way_as_soon_as_nobody_can_run(failed):
+    holds("parked_that_may_not_leave", failed)
+
+
+def test_an_engine_that_lost_pages_for_good_waits_for_them_once_before_the_parked_make_way(failed):
+    holds("parked_where_pages_are_gone_for_good", failed)
+
+
 def test_a_newcomer_whose_hits_make_way_for_it_looks_for_them_again(failed):
     holds("lease_ends_under_hits", failed)
 

@@ -6,13 +6,15 @@ import random
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from shared.engine import pool_watch
 from shared.engine.page_swaps import SEALED
 from shared.kv.words import u32_bytes
 from shared.wire.mempool_far import NO_PLACE, FarMoved
 from tests.support.engine_turns import TURN_MS, settle, some, turn
-from tests.support.far_world import SIZES, FarEngine, FarWorld
-from tests.support.page_engine import STEP_TOKENS
+from tests.support.far_world import SIZES, FarEngine, FarWorld, Sizes
+from tests.support.page_engine import MAX_MODEL_LEN, STEP_TOKENS
 
 
 def behind_a_lease(num_leased: int, step_tokens: int = STEP_TOKENS, **how: Any) -> FarEngine:
@@ -223,6 +225,53 @@ def lost_while_it_is_answered() -> None:
         assert ends.call_count == 1
 
 
+def stands(engine: FarEngine) -> list[int]:
+    """Until everything is answered. Returns: how long each time nothing was computed, in turns, the longest first."""
+    found, before = [0], None
+    for _ in range(6_000):
+        if not engine.unfinished:
+            return sorted(found, reverse=True)
+        engine.scheduler._answer_pool()
+        turn(engine.world, engine)
+        computed = engine.scheduler.fair_counts["computed_tokens"]
+        found = [*found[:-1], found[-1] + 1] if computed == before else [*found, 0]
+        before = computed
+    raise AssertionError(f"no end: {engine.describe()}")
+
+
+def private_ones(name: str, depth: int) -> FarEngine:
+    """Whose blocks may not leave: more of them than there is memory for."""
+    rng = random.Random(1)
+    world = FarWorld(name, Sizes(24, 40, 48, 200))
+    world.description = msgspec.structs.replace(world.description, max_model_len=MAX_MODEL_LEN)
+    engine = FarEngine(world, name, depth=depth, slice_steps=2)
+    engine.scheduler.max_num_running_reqs = 2
+    world.pump()
+    for number in range(6):
+        engine.add(f"p{number}", some(rng, 12.5), 24, {"private": True})
+    return engine
+
+
+def parked_that_may_not_leave() -> None:
+    """Nobody ran for ten seconds, again and again, though the engine had all pages that there are."""
+    for depth in (1, 2):
+        found = stands(private_ones(f"private-{depth}", depth))
+        assert found[0] <= 40, found[:9]
+
+
+def parked_where_pages_are_gone_for_good() -> None:
+    """It takes ten seconds until nobody believes in them any more, once: each time it took as long again."""
+    for depth in (1, 2):
+        name = f"gone-{depth}"
+        engine = private_ones(name, depth)
+        for _ in range(6):
+            turn(engine.world, engine)
+        engine.world.mempool.pool.claim(3)
+        engine.world.mempool.run(engine.world.mempool.pool.flush())
+        found = stands(engine)
+        assert found[1] <= 40, found[:9]
+
+
 CLAIMS = (
     fills_its_blocks_in_the_step_under_way,
     lease_leaves_too_few_pages,
@@ -231,4 +280,6 @@ CLAIMS = (
     parked_with_one_beginning,
     leaves_with_the_mempool,
     lost_while_it_is_answered,
+    parked_that_may_not_leave,
+    parked_where_pages_are_gone_for_good,
 )
