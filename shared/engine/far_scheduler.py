@@ -114,9 +114,8 @@ class FarSchedulerMixin(PageSchedulerMixin):
         """The successor's places have the same numbers: none of this mempool's may be dropped there."""
         if not self.quota.lost or self.far is None:
             return
-        if (
-            self.far.in_use or self._dropping or FAR in self.pages.kinds
-        ):  # a step under way knows the last ones
+        # a step under way may be the last that knows them
+        if self.far.in_use or self._dropping or FAR in self.pages.kinds:
             logger.critical("the mempool is gone that kept this engine's far blocks: the engine begins anew")
             os._exit(EXIT_MEMORY_LOST)
 

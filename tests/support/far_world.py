@@ -81,20 +81,20 @@ class FarWorld(World):
 
     @property
     def now_ms(self) -> int:
-        """Time goes on from where it was when a mempool died."""
-        return self.mempool.now_ms if self.mempool else self._lost_at_ms
+        """It goes on without a mempool."""
+        return self.mempool.now_ms if self.mempool else self._now_ms
 
     def lose_mempool(self) -> None:
-        """And what its ranks mapped: whatever the successor maps gives way to nothing."""
-        self._lost_at_ms = self.now_ms
+        """And what it mapped: what its successor maps takes the place of that."""
+        self._now_ms = self.now_ms
         super().lose_mempool()
         self.maps.clear()
         self.asked.clear()
 
     def start_successor(self, keep_memory: bool = True, **how: Any) -> None:
-        """See World; in the time of who died."""
+        """See World."""
         super().start_successor(keep_memory, **how)
-        self.mempool.now_ms = self.mempool.swap.now_ms = self._lost_at_ms
+        self.mempool.now_ms = self.mempool.swap.now_ms = self._now_ms
         self._hear_what_is_mapped()
 
     def attach_rank(self, engine: SimEngine) -> None:
@@ -136,6 +136,9 @@ class FarWorld(World):
 
     def advance(self, by_ms: int) -> None:
         """As World, for the pace of what goes back, too."""
+        if self.mempool is None:
+            self._now_ms += by_ms
+            return
         self.mempool.swap.now_ms += by_ms
         super().advance(by_ms)
         self.mempool.go_on()
