@@ -13,80 +13,19 @@ import httpx
 import openai
 import pytest
 
-from shared.free_ports import free_port
 from shared.observe.service import EXIT_BUG
-from tests.integration.gateway_rig import (
-    MODEL,
-    FakeCoordinator,
-    FakeScheduler,
-    FakeWorker,
-    answer_tokens,
-    colocate,
-    until,
+from tests.integration.gateway_process_rig import (
+    CHAT,
+    children_now,
+    children_of,
+    ids,
+    neighbours,
+    process,
+    ready,
 )
-from tests.support import patience
-
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the fox"}]}
+from tests.integration.gateway_rig import MODEL, answer_tokens, until
 
 EIGHT = 'quire_gateway_requests_total{route="/v1/chat/completions",status="200"} 8.0'
-
-
-def ids(model_dir, text):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-@contextlib.asynccontextmanager
-async def neighbours():
-    coordinator, scheduler, worker = FakeCoordinator(), FakeScheduler(), FakeWorker("w")
-    for each in (coordinator, scheduler, worker):
-        await each.start()
-    coordinator.views = [worker.view]
-    scheduler.decide = colocate(worker)
-    try:
-        yield coordinator, scheduler, worker
-    finally:
-        for each in (coordinator, scheduler, worker):
-            await each.stop()
-
-
-@contextlib.asynccontextmanager
-async def process(model_dir, coordinator, scheduler, *, code="", **flags):
-    """A ready gateway process and a client of it. `code`: what runs in the place of its module."""
-    address = f"127.0.0.1:{free_port()}"
-    words = {
-        "listen": address, "model_dir": model_dir, "model_name": MODEL, "redis_url": "",
-        "coordinator_url": coordinator.url, "scheduler": scheduler.server.address,
-        "membership_interval_ms": 100, **patience.LIMITS_MS["gateway"], **flags,
-    }  # fmt: skip
-    argv = [word for key, value in words.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, *(("-c", code) if code else ("-m", "services.gateway")), *argv,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(
-        base_url=f"http://{address}", trust_env=False, limits=limits, timeout=30
-    ) as client:
-        try:
-            await ready(client, child)
-            yield child, client
-        finally:
-            if child.returncode is None:
-                child.kill()
-            await child.communicate()
-
-
-async def ready(client, child, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while True:
-            assert child.returncode is None, (await child.stderr.read()).decode()
-            with contextlib.suppress(httpx.HTTPError):
-                if (await client.get("/ready")).status_code == 200:
-                    return
-            await asyncio.sleep(0.05)
 
 
 def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
@@ -157,8 +96,8 @@ async def test_one_of_two_processes_that_a_bug_ends_leaves_the_address_to_the_ot
         async with process(model_dir, coordinator, scheduler, code=code, processes=2) as (child, client):
             before = await children_of(child.pid, 2)
             broken.touch()
-            await until(lambda: len({*_children_now(child.pid)} & {*before}) == 1)
-            await until(lambda: len(_children_now(child.pid)) == 2)
+            await until(lambda: len({*children_now(child.pid)} & {*before}) == 1)
+            await until(lambda: len(children_now(child.pid)) == 2)
             await ready(client, child)
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
             child.send_signal(signal.SIGTERM)
@@ -227,18 +166,6 @@ async def _counted(client):
             return
         await asyncio.sleep(0.05)
     pytest.fail("eight requests were answered and fewer are counted")
-
-
-async def children_of(pid: int, count: int, without: int = 0) -> list[int]:
-    def found() -> list[int]:
-        return [each for each in _children_now(pid) if each != without]
-
-    await until(lambda: len(found()) == count)
-    return found()
-
-
-def _children_now(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize(
