@@ -150,6 +150,15 @@ def use_shared_metrics(folder: str) -> None:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # noqa: TID251 - prometheus_client has no other way
 
 
+def go_on_in_metrics_of(number: int) -> None:
+    """Count on in the files of the process of this number that is gone: one file for each death would add up. Call in
+    the new process, before it has a metric. Gauges carry the number as `pid`.
+    """
+    from prometheus_client import values  # imported here: after use_shared_metrics()
+
+    values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[assignment]
+
+
 def shared_metrics_folder() -> str:
     """Folder of use_shared_metrics(), "" when each process has its own."""
     return os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")  # noqa: TID251 - as above

@@ -72,6 +72,7 @@ def _run_child(settings: GatewaySettings, address: tuple[str, int], number: int)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == parent:
             host = f"[{address[0]}]" if ":" in address[0] else address[0]
+            config.go_on_in_metrics_of(number)
             own = config.with_listen(settings, f"{host}:{address[1]}")
             code = run_one(own, bind(own), number)
     except SettingsError as error:
@@ -117,15 +118,15 @@ class Children:
         pid, _status = os.waitpid(-1, os.WNOHANG) if self._numbers else (0, 0)
         number = self._numbers.pop(pid, None)
         if number is not None:
-            _forget_levels(pid)
+            _forget_levels(number)
         return number
 
 
-def _forget_levels(pid: int) -> None:
+def _forget_levels(number: int) -> None:
     """A process that is gone has no requests in flight; what it counted stays counted."""
     from prometheus_client.multiprocess import mark_process_dead  # imported here: after use_shared_metrics()
 
-    mark_process_dead(pid, config.shared_metrics_folder())
+    mark_process_dead(number, config.shared_metrics_folder())
 
 
 def run_many(settings: GatewaySettings, reserved: socket.socket) -> None:

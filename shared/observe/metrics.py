@@ -33,7 +33,7 @@ def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
 
 
 def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-    """A number that goes up and down. Of several processes that share metrics: each living one's, by pid."""
+    """A number that goes up and down. Of several processes that share metrics: each living one's, by its number."""
     return _metric(Gauge, name, text, labels, multiprocess_mode="liveall")
 
 

@@ -6,8 +6,18 @@ import signal
 
 import pytest
 
-from tests.integration.gateway_process_rig import children_now, children_of, neighbours, process, ready
-from tests.integration.gateway_rig import until
+from tests.integration.gateway_process_rig import (
+    CHAT,
+    children_now,
+    children_of,
+    ids,
+    neighbours,
+    process,
+    ready,
+)
+from tests.integration.gateway_rig import answer_tokens, until
+
+CHATS = 'quire_gateway_requests_total{route="/v1/chat/completions",status="200"}'
 
 
 def refused_fork(which: int) -> str:
@@ -41,3 +51,38 @@ async def test_a_process_that_the_system_refuses_once_is_started_later(model_dir
             _, said = await asyncio.wait_for(child.communicate(), 60)
             assert child.returncode == 0
             assert b"cannot be started now: Resource temporarily unavailable; trying again" in said
+
+
+async def test_a_process_that_starts_again_goes_on_in_the_metrics_of_the_one_before(
+    model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def files():
+        return {each.name for each in tmp_path.glob("quire-gateway-metrics-*/*") if "gauge" not in each.name}
+
+    async with neighbours() as (coordinator, scheduler, worker):
+        worker.script = answer_tokens(ids(model_dir, " the"))
+        async with process(model_dir, coordinator, scheduler, processes=2) as (child, client):
+            for num_answered in range(1, 4):
+                assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+                counted = f"{CHATS} {num_answered}.0"
+                await answers(client, "/metrics", lambda text, wanted=counted: wanted in text)
+                before = await children_of(child.pid, 2)
+                for each in before:
+                    os.kill(each, signal.SIGKILL)
+                await until(lambda gone=before: not {*children_now(child.pid)} & {*gone})
+                await children_of(child.pid, 2)
+                await ready(client, child)
+            assert f"{CHATS} 3.0" in (await client.get("/metrics")).text
+            assert files() == {
+                f"{kind}_{number}.db" for kind in ("counter", "histogram") for number in (0, 1)
+            }
+
+
+async def answers(client, path, holds):
+    async with asyncio.timeout(30):
+        while True:
+            if holds((await client.get(path)).text):
+                return
+            await asyncio.sleep(0.05)
