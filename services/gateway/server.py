@@ -6,6 +6,7 @@ without it answers from what it knew then, as if all were well. Whoever started 
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ import uvicorn
 from services.gateway import metrics
 from services.gateway.app import create_app
 from services.gateway.config import GatewaySettings
+from services.gateway.core.beats import BEAT_S, NO_BEATS
 from services.gateway.deps import Gateway
 from services.gateway.http_protocol import GatewayProtocol
 from services.gateway.push import Limits
@@ -93,8 +95,17 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
     return _Server(config, settings.unread_timeout_ms / 1000)
 
 
-async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
-    """Serve until SIGTERM, SIGINT or a bug in the background, then drain; the exit status."""
+def beat(fd: int) -> None:
+    """One byte now and every second that the running loop runs: who reads them knows that it does."""
+    if fd == NO_BEATS:
+        return
+    with contextlib.suppress(OSError):  # nobody reads, now or any more
+        os.write(fd, b".")
+    asyncio.get_running_loop().call_later(BEAT_S, beat, fd)
+
+
+async def serve(settings: GatewaySettings, listener: socket.socket, beats_fd: int = NO_BEATS) -> int:
+    """Serve until SIGTERM, SIGINT or a bug in the background, then drain; the exit status. It beats meanwhile."""
     ended = service.end_on_signal()
     service.end_on_lost_task("gateway", ended)
     gateway = Gateway(settings)
@@ -102,6 +113,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> int:
     await gateway.start()
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     settle_heap()
+    beat(beats_fd)
     host, port = listener.getsockname()[:2]
     _log.info("gateway_listening", address=f"{host}:{port}", model=settings.model_name)
     await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -72,6 +72,18 @@ async def ready(client, child, seconds=60.0):
             await asyncio.sleep(0.05)
 
 
+def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
+    """A worker's script: one token, and the others when they may come."""
+
+    async def script(worker, identity, gen, prompt):
+        worker.tokens(identity, gen, [first])
+        await may_end.wait()
+        worker.tokens(identity, gen, rest, finish="stop")
+        worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
+
+    return script
+
+
 async def children_of(pid: int, count: int, without: int = 0) -> list[int]:
     def found() -> list[int]:
         return [each for each in children_now(pid) if each != without]

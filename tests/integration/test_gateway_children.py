@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.gateway_process_rig import (
     CHAT,
+    answer_in_two,
     children_now,
     children_of,
     ids,
@@ -51,6 +52,59 @@ async def test_a_process_that_the_system_refuses_once_is_started_later(model_dir
             _, said = await asyncio.wait_for(child.communicate(), 60)
             assert child.returncode == 0
             assert b"cannot be started now: Resource temporarily unavailable; trying again" in said
+
+
+SOON_SILENT = """
+import sys
+from services.gateway.core import beats
+beats.SILENT_S = 3.0
+from services.gateway import __main__ as main
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+async def test_a_process_that_hangs_is_killed_and_starts_again(model_dir):
+    flags = {"code": SOON_SILENT, "processes": 2}
+    async with (
+        neighbours() as (coordinator, scheduler, _worker),
+        process(model_dir, coordinator, scheduler, **flags) as (child, client),
+    ):
+        hung, other = await children_of(child.pid, 2)
+        await asyncio.sleep(1.5)  # each was heard
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            await until(lambda: hung not in children_now(child.pid))
+        finally:
+            if hung in children_now(child.pid):
+                os.kill(hung, signal.SIGKILL)
+        assert other in await children_of(child.pid, 2)
+        await ready(client, child)
+        child.send_signal(signal.SIGTERM)
+        _, said = await asyncio.wait_for(child.communicate(), 60)
+        assert f"process 0 (pid {hung}) hangs: its event loop did nothing for 3 s; killed" in said.decode()
+        assert said.count(b"killed") == 1
+
+
+async def test_a_process_that_drains_for_long_does_not_hang(model_dir):
+    async with neighbours() as (coordinator, scheduler, worker):
+        first, *rest = ids(model_dir, " the quick brown fox jumps")
+        may_end = asyncio.Event()
+        worker.script = answer_in_two(first, rest, may_end)
+        flags = {"processes": 2, "drain_deadline_ms": 60_000}
+        async with process(model_dir, coordinator, scheduler, code=SOON_SILENT, **flags) as (child, client):
+            body = {**CHAT, "stream": True}
+            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                text = ""
+                async for part in reply.aiter_text():
+                    if not text:  # it has begun
+                        child.send_signal(signal.SIGTERM)
+                        await asyncio.sleep(5)
+                        may_end.set()
+                    text += part
+            assert "jumps" in text
+            _, said = await asyncio.wait_for(child.communicate(), 60)
+            assert child.returncode == 0
+            assert b"killed" not in said
 
 
 async def test_a_process_that_starts_again_goes_on_in_the_metrics_of_the_one_before(

@@ -16,6 +16,7 @@ import pytest
 from shared.observe.service import EXIT_BUG
 from tests.integration.gateway_process_rig import (
     CHAT,
+    answer_in_two,
     children_now,
     children_of,
     ids,
@@ -26,18 +27,6 @@ from tests.integration.gateway_process_rig import (
 from tests.integration.gateway_rig import MODEL, answer_tokens, until
 
 EIGHT = 'quire_gateway_requests_total{route="/v1/chat/completions",status="200"} 8.0'
-
-
-def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
-    """A worker's script: one token, and the others when they may come."""
-
-    async def script(worker, identity, gen, prompt):
-        worker.tokens(identity, gen, [first])
-        await may_end.wait()
-        worker.tokens(identity, gen, rest, finish="stop")
-        worker.finished(identity, gen, len(prompt), tokens_computed=len(prompt))
-
-    return script
 
 
 def breaks_when(file: Path, drain_ms: int) -> str:

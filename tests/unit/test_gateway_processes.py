@@ -9,6 +9,7 @@ import pytest
 from services.gateway import __main__ as gateway_main
 from services.gateway import config
 from services.gateway.config import useful_processes
+from services.gateway.core.beats import AWAY_AFTER_S, LOOK_S, SILENT_S, Beats
 from services.gateway.core.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, STABLE_S, Restarts
 from shared.cpus import usable_cpus
 
@@ -70,3 +71,44 @@ def test_gateways_that_cannot_read_their_keys_end_with_status_2_before_they_fork
     words = ["--model-dir", str(tmp_path), "--api-keys-file", str(tmp_path / "keys.txt"), "--processes", "2"]
     assert gateway_main.main([*words, "--listen", "127.0.0.1:0"]) == 2
     assert "gateway: setting gateway.api_keys_file: " in capsys.readouterr().err
+
+
+def looked(it: Beats, first_s: int, last_s: int) -> list[int]:
+    """Asked every second; what it says last."""
+    return [it.silent(now_s) for now_s in range(first_s, last_s + 1)][-1]
+
+
+def test_a_process_hangs_when_it_was_heard_and_is_no_more():
+    it = Beats()
+    it.heard(1, 100)
+    it.heard(2, 100)
+    assert looked(it, 100, 129) == []
+    it.heard(2, 129)
+    assert looked(it, 130, 130) == [1]
+    it.ended(1)
+    assert looked(it, 131, 158) == []
+    assert looked(it, 159, 159) == [2]
+
+
+def test_a_process_that_still_starts_does_not_hang():
+    it = Beats()
+    assert looked(it, 100, 1000) == []
+    it.heard(1, 1000)
+    assert looked(it, 1001, 1029) == []
+    it.ended(1)
+    assert looked(it, 1030, 2000) == [], "its successor starts"
+
+
+def test_time_in_which_the_leader_stood_still_is_no_processs_silence():
+    it = Beats()
+    it.heard(1, 100)
+    assert looked(it, 100, 110) == []
+    assert it.silent(1000.0) == [], "a machine that slept"
+    assert looked(it, 1001, 1000 + int(SILENT_S - LOOK_S) - 11) == []
+    assert looked(it, 1000 + int(SILENT_S - LOOK_S) - 10, 1020) == [1]
+    late = Beats()
+    late.heard(1, 0)
+    step_s = AWAY_AFTER_S + 0.5
+    assert [late.silent(n * step_s) for n in range(100)][-1] == [1], (
+        "a leader that is always late finds it, too"
+    )
