@@ -28,7 +28,10 @@ NEED_MEMORY_BYTES = 8 * GIB
 NEED_DISK_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 16 << 20  # of a start: logs, settings, Redis' journal
 NEED_SHM_BYTES = 64 << 20
-NEED_FILES = 1024
+NEED_FILES = 1024  # of a process that takes no more than it is given
+NEED_MOST_FILES = (
+    4096  # of one that takes all it may: a gateway's 1,024 streams, as many idle clients, workers
+)
 VLLM_VERSION = "0.26.0"
 VLLM_FIX = f"run `make install`: Quire hosts vLLM {VLLM_VERSION} and no other"
 IMPORT_TIMEOUT_S = 180
@@ -241,10 +244,15 @@ def check_shm(_: ClusterSettings) -> Finding:
 
 
 def check_limits(_: ClusterSettings) -> Finding:
-    """Open files: streams, pages' fds."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    verdict = Verdict.OK if soft >= NEED_FILES else Verdict.WARN
-    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    """Open files: clients, pages' fds. Gateway, coordinator, keeper and mempool raise their limit to the hard one."""
+    soft, hard = (
+        float("inf") if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    fix = f"ulimit -n {min(hard, 65536)}"
+    if hard < NEED_MOST_FILES:
+        fix = "raise the hard limit: LimitNOFILE= of systemd, --ulimit nofile= of a container, or limits.conf"
+    verdict = Verdict.OK if soft >= NEED_FILES and hard >= NEED_MOST_FILES else Verdict.WARN
     return Finding("open files", verdict, f"limit {soft} (hard {hard})", fix)
 
 

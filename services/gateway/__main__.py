@@ -6,12 +6,14 @@ from services.gateway import config
 from services.gateway.processes import bind, run_many, run_one
 from shared.errors import SettingsError
 from shared.own_folder import OwnFolder
+from shared.transport.unix_socket import take_all_descriptors
 
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 after an orderly end, 2 when a setting is wrong, 70 after a bug of ours."""
     try:
         settings = config.load(argv)
+        take_all_descriptors()  # one a connection
         listener = bind(settings)
         if settings.processes == 1:
             return run_one(settings, listener, 0)

@@ -41,6 +41,10 @@ _STAGE_PREDICTION = histogram_ratio(
 STAGE_PREDICTION = tuple(HistogramTally(_STAGE_PREDICTION.labels(stage)) for stage in PREDICTED_STAGES)
 ABORTS = counter("quire_gateway_client_aborts_total", "Requests whose client left before the end.")
 SLOW_READERS = counter("quire_gateway_slow_readers_total", "Answers cut because the client did not read.")
+SPARED = counter(
+    "quire_gateway_spared_connections_total",
+    "Connections without a request closed for new ones, near the limit of open files.",
+)
 STALE = counter("quire_gateway_stale_messages_total", "Messages of attempts that were given up.")
 MALFORMED = counter("quire_gateway_malformed_total", "Messages that were no messages, by whose.", ("peer",))
 PROMPT_TOKENS = CountTally(

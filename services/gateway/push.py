@@ -29,6 +29,7 @@ class Limits:
     body_idle_timeout_s = 10.0
     unsent_bytes = 256 << 10
     body_bytes = 16 << 20  # the handler refuses more; what still comes then is dropped, up to four times this
+    connections = 16_384  # see connections.py
 
 
 def _chunk(data: bytes) -> bytes:

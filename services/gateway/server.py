@@ -7,6 +7,7 @@ without it answers from what it knew then, as if all were well. Whoever started 
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -18,9 +19,9 @@ import uvicorn
 from services.gateway import metrics
 from services.gateway.app import create_app
 from services.gateway.config import GatewaySettings
+from services.gateway.connections import Connection, make_room, num_connections
 from services.gateway.core.beats import BEAT_S, NO_BEATS
 from services.gateway.deps import Gateway
-from services.gateway.http_protocol import GatewayProtocol
 from services.gateway.push import Limits
 from shared.observe import service
 from shared.observe.log import get_logger
@@ -47,6 +48,8 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's, ten times a second."""
+        if len(connections_of(self)) > Limits.connections:
+            make_room(connections_of(self))
         if counter % UNREAD_TICKS == 0:
             for each in self._unread.look(connections_of(self), time.monotonic()):
                 metrics.SLOW_READERS.inc()
@@ -59,9 +62,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def connections_of(server: uvicorn.Server) -> set[GatewayProtocol]:
+def connections_of(server: uvicorn.Server) -> set[Connection]:
     """Those that are open, or not sent yet."""
-    return cast(set[GatewayProtocol], server.server_state.connections)
+    return cast(set[Connection], server.server_state.connections)
 
 
 def apply_limits(settings: GatewaySettings) -> None:
@@ -71,6 +74,7 @@ def apply_limits(settings: GatewaySettings) -> None:
     Limits.body_idle_timeout_s = settings.body_idle_timeout_ms / 1000
     Limits.unsent_bytes = settings.slow_reader_bytes
     Limits.body_bytes = settings.max_body_bytes
+    Limits.connections = num_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def make_server(gateway: Gateway) -> uvicorn.Server:
@@ -80,7 +84,7 @@ def make_server(gateway: Gateway) -> uvicorn.Server:
     config = uvicorn.Config(
         create_app(gateway),
         interface="asgi3",
-        http=GatewayProtocol,
+        http=Connection,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -1,5 +1,6 @@
 """What `quire doctor` says of GPU and vLLM together, of paths that `quire up` refuses, of hosts nobody can have."""
 
+import resource
 import shutil
 from types import SimpleNamespace
 
@@ -72,3 +73,19 @@ def test_a_host_of_several_services_is_named_once():
     (line,) = refused_listens(listens)
     assert line.endswith("; see cluster.address")
     assert busy_ports(listens) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "verdict", "fix"),
+    [
+        ((1024, 1 << 20), Verdict.OK, ""),
+        ((256, 1 << 20), Verdict.WARN, "ulimit -n 65536"),
+        ((1024, 1024), Verdict.WARN, "LimitNOFILE="),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), Verdict.OK, ""),
+    ],
+)
+def test_as_many_open_files_as_a_gateway_has_requests_are_too_few(monkeypatch, limits, verdict, fix):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    found = doctor_checks.check_limits(ClusterSettings())
+    assert found.verdict == verdict
+    assert fix in found.fix
