@@ -8,9 +8,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 def owners(spans: Iterable[tuple[K, K, bool]]) -> dict[K, K]:
-    """The key of the nearest request above each span, or its own; those that have none are left out. Cost: O(spans).
+    """The key of the nearest request above each span, or its own; where none is, of the first span above that is not
+    here: a request's own is written when it ends. Cost: O(spans).
 
-    Args: spans: (key, its parent's key, whether it is a request's own).
+    Args: spans: (key, its parent's key, whether it is a request's own). What points at itself in a circle is left out.
     """
     parents: dict[K, K] = {}
     found: dict[K, K | None] = {}
@@ -24,5 +25,5 @@ def owners(spans: Iterable[tuple[K, K, bool]]) -> dict[K, K]:
             found[at] = None  # until it is known; ends circles
             path.append(at)
             at = parents[at]
-        found.update(dict.fromkeys(path, found.get(at)))
+        found.update(dict.fromkeys(path, found.get(at) if at in parents else at))
     return {key: owner for key, owner in found.items() if owner is not None}

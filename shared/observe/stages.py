@@ -68,19 +68,20 @@ def stages_of(spans: Iterable[SpanRecord]) -> tuple[list[Stage], int, bool]:
     coming = iter(spans)
     seen = list(_seen(islice(coming, MAX_SPANS)))
     is_cut = next(coming, None) is not None
-    requests: dict[str, dict[int, int]] = defaultdict(dict)  # by trace: their begins
+    requests: dict[str, dict[int, _Seen]] = defaultdict(dict)  # by trace
     for one in seen:
         if one.is_request:
-            requests[one.trace][one.key] = one.begin_ns
+            requests[one.trace][one.key] = one
     owner_of = owners(
         (one.key, one.parent, one.is_request) for one in seen if len(requests.get(one.trace, ())) > 1
     )
     rows: dict[tuple[str, str], list[tuple[_Seen, int]]] = defaultdict(list)
     for one in seen:
-        begins = requests.get(one.trace, {})
-        owner = next(iter(begins)) if len(begins) == 1 else owner_of.get(one.key)
-        if owner in begins:
-            rows[one.service, one.name].append((one, begins[owner]))
+        own = requests.get(one.trace, {})
+        request = next(iter(own.values())) if len(own) == 1 else own.get(owner_of.get(one.key, 0))
+        # later ones are of another, which has not ended yet
+        if request is not None and one.begin_ns <= request.end_ns:
+            rows[one.service, one.name].append((one, request.begin_ns))
     stages = [_stage(service, name, row) for (service, name), row in rows.items()]
     num_requests = sum(map(len, requests.values()))
     return sorted(stages, key=lambda s: (s.starts_p50_ms, -s.took_p50_ms, s.name)), num_requests, is_cut

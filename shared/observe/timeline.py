@@ -21,7 +21,6 @@ MAX_VALUE_CHARS = 60
 _HIDDEN = {REQUEST_ID, "internal.span.format", "span.kind", "otel.scope.name", "otel.status_code", "error"}
 _decoder = msgspec.json.Decoder(SpanRecord)
 Key = tuple[str, str]  # trace and span id
-NOBODY = ("", "")
 
 
 def read_local(directory: Path, request_id: str) -> list[SpanRecord]:
@@ -71,11 +70,10 @@ def _of_request(spans: Iterable[SpanRecord], request_id: str) -> list[SpanRecord
     found = list(by_key.values())
     named = [span for span in found if span.attributes.get(REQUEST_ID) == request_id]
     owner_of = owners((_key(s), (s.trace_id, s.parent_id), s.name == REQUEST) for s in found)
-    if named and len(set(owner_of.values())) > 1:
+    known = {owner_of.get(_key(s)) for s in found if s.name == REQUEST or REQUEST_ID in s.attributes}
+    if named and len(known) > 1:
         wanted = {owner_of.get(_key(span)) for span in named}
-        # what hangs on no request is known by its id alone
-        own = {_key(span) for span in named}
-        found = [s for s in found if _key(s) in own or owner_of.get(_key(s), NOBODY) in wanted]
+        found = [span for span in found if owner_of.get(_key(span)) in wanted]
     return sorted(found, key=lambda span: (span.start_ns, -span.end_ns))[:MAX_SPANS]
 
 

@@ -292,3 +292,27 @@ def test_no_mempool_is_silent_to_who_does_not_lead(world):
     world.settle("a")
     assert state(world, order.reclaim_id) == "done"
     assert world.m0.leased_bytes(grant.offer_id) == 0
+
+
+@pytest.mark.parametrize("silent_ms", [5_000, 20_000])
+def test_who_reads_what_a_dead_producer_lent_has_its_time_from_when_its_mempool_hears_of_it(world, silent_ms):
+    """A host that was cut off for less or more than it takes to be forgotten: all its engines live."""
+    market, mempool = world.a, world.m0
+    market.limits = market.book.limits = replace_limits(forget_after_ms=10_000)
+    grant = borrow(world, gib=3)
+    mempool.leases[grant.lease_id].ends_at_ms = 1 << 60
+    offer = market.book.offers[grant.offer_id]
+    offer.offer = replace(offer.offer, producer_epoch=Epoch(5))
+    dead = {offer.offer.producer: (Epoch(5), False)}
+    market.follow(dead, lambda _: None, now_ms=world.now_ms)
+    (asked,) = [each.order(world.now_ms).deadline_ms for each in market.book.reclaims.values()]
+    world.pass_ms(silent_ms)
+    assert (mempool.name in market.book.mempools) == (silent_ms < 10_000)
+    assert _told(world) == [asked]
+    world.pass_ms(2_000)
+    assert _told(world) == [asked - 2_000], "it runs from there"
+
+
+def _told(world):
+    answer = world.a.report(world.m0.name, world.m0.report(world.now_ms), now_ms=world.now_ms)
+    return [each.deadline_ms for each in answer.reclaims]

@@ -12,6 +12,7 @@ from shared.errors import PeerGone, PeerProtocolError
 from shared.observe import timeline
 from shared.observe.span_owner import owners
 from shared.observe.span_record import REQUEST_ID, SpanEvent, SpanRecord
+from shared.observe.stages import stages_of
 
 MS = 1_000_000
 
@@ -84,19 +85,36 @@ def test_of_requests_that_a_client_sent_in_one_trace_the_one_that_was_asked_for_
     assert "of more than 10,000 spans the first ones" in timeline.render(everything)
 
 
-def test_a_request_whose_own_span_is_not_written_yet_is_shown_by_its_id(tmp_path):
-    running = span("schedule", 5, 6, parent="receive-2", attributes={REQUEST_ID: "chatcmpl-2"})
-    roots = [
-        span(f"receive-{each}", each, each + 9, attributes={REQUEST_ID: f"old-{each}"}) for each in (7, 8)
-    ]
-    done = [msgspec.structs.replace(each, name="gateway.receive") for each in roots]
-    write(tmp_path / "spans-gateway-1.jsonl", [*done, running])
-    assert timeline.read_local(tmp_path, "chatcmpl-2") == [running]
+def test_a_request_whose_own_span_is_not_written_yet_is_another_one_too(tmp_path):
+    """It is written when the request ends; some of its spans have its id, the mempool's do not."""
+    done = msgspec.structs.replace(
+        span("old", 0, 100, parent="client", attributes={REQUEST_ID: "old"}), name="gateway.receive"
+    )
+    of_it = [done, span("schedule", 1, 2, parent="old"), span("copy", 5, 6, parent="schedule")]
+    running = [
+        span("place", 10_005, 10_006, parent="new", attributes={REQUEST_ID: "new"}),
+        span("decide", 10_005, 10_006, parent="new"), span("look", 10_005, 10_006, parent="decide"),
+    ]  # fmt: skip
+    write(tmp_path / "spans-gateway-1.jsonl", [*of_it, *running])
+    assert timeline.read_local(tmp_path, "old") == of_it
+    assert {item.name for item in timeline.read_local(tmp_path, "new")} == {"place", "decide", "look"}
+    stages, num, _ = stages_of(timeline.read_local(tmp_path, "a" * 32))
+    assert (num, {s.name for s in stages}) == (1, {"gateway.receive", "schedule", "copy"})
+
+
+def test_what_hangs_on_a_span_that_was_lost_is_shown_where_its_trace_has_no_other_request(tmp_path):
+    spans = [
+        span("receive", 0, 100, attributes={REQUEST_ID: "r"}), span("copy", 5, 6, parent="lost"),
+    ]  # fmt: skip
+    write(tmp_path / "spans-gateway-1.jsonl", spans)
+    assert timeline.read_local(tmp_path, "r") == spans
 
 
 def test_spans_that_point_at_each_other_belong_to_nobody():
     links = [("a", "b", False), ("b", "a", False), ("c", "c", False), ("d", "r", False), ("r", "r", True)]
-    assert owners(links) == {"d": "r", "r": "r"}
+    assert owners([*links, ("e", "f", False), ("f", "gone", False)]) == {
+        "d": "r", "r": "r", "e": "gone", "f": "gone"
+    }  # fmt: skip
 
 
 def test_a_line_half_written_is_skipped(tmp_path, request_spans):

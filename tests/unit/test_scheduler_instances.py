@@ -275,6 +275,20 @@ def test_hand_offs_that_a_lost_report_told_of_count_once():
     assert (view.num_requests, view.context_tokens) == (5, 500)
 
 
+def test_hand_offs_on_their_way_take_room_behind_a_lost_report_too():
+    one = InstanceLoad(256, 8_192, only_decodes=True)
+    free = Room(1_000, 400, 0, 64)
+    one.on_report(report("d0", seq=1, room=free, arrived=[]), now_ms=0)
+    for number in range(5):
+        one.add_handoff((f"r{number}", 1), context_tokens=100, now_ms=10, need_blocks=60)
+    for seq in (3, 4):
+        one.on_report(report("d0", seq=seq, room=free, arrived=[]), now_ms=100 * seq)
+        assert one.view(now_ms=100 * seq).room_blocks == 100
+    came = report("d0", seq=5, num_running=1, room=Room(1_000, 340, 0, 64), arrived=[("r0", 1)])
+    one.on_report(came, now_ms=500)
+    assert one.view(now_ms=500).room_blocks == 100
+
+
 def test_a_decode_stage_whose_end_was_never_told_stops_counting():
     one = load()
     one.add_handoff(("r", 1), context_tokens=50, now_ms=0)

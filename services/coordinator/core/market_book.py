@@ -100,11 +100,20 @@ class Book:
         self.note(f"lease_{lease.state}", lease_id, f"{lease.grant.consumer}: {event}", now_ms)
 
     def open_reclaim(
-        self, offer: OfferRecord, keep_bytes: int, deadline_ms: int, key: str, now_ms: int
+        self,
+        offer: OfferRecord,
+        keep_bytes: int,
+        deadline_ms: int,
+        key: str,
+        now_ms: int,
+        *,
+        of_nobody: bool = False,
     ) -> ReclaimRecord:
         """From now on the offer is worth keep_bytes."""
         offer_id = offer.offer.offer_id
-        reclaim = ReclaimRecord(self.make_id("r"), offer_id, keep_bytes, deadline_ms, now_ms, key=key)
+        reclaim = ReclaimRecord(
+            self.make_id("r"), offer_id, keep_bytes, deadline_ms, now_ms, key=key, of_nobody=of_nobody
+        )
         self.reclaims[reclaim.reclaim_id] = reclaim
         self.set_key("reclaim", offer.offer.producer, key, reclaim.reclaim_id)
         offer.target_bytes = min(offer.target_bytes, keep_bytes)
@@ -117,10 +126,10 @@ class Book:
 
     def vacate(self, offer: OfferRecord, keep_bytes: int, now_ms: int) -> None:
         """open_reclaim() in nobody's name. Who reads in place what is lent is killed at the deadline: it has the
-        time that moving all of it takes."""
+        time that moving all of it takes, from when its mempool hears of it."""
         deadline_ms = self.limits.orphan_deadline_ms
         deadline_ms += self.leased_bytes(offer.offer.offer_id) * 1_000 // SLOWEST_BYTES_PER_S
-        self.open_reclaim(offer, keep_bytes, min(MAX_DURATION_MS, deadline_ms), "", now_ms)
+        self.open_reclaim(offer, keep_bytes, min(MAX_DURATION_MS, deadline_ms), "", now_ms, of_nobody=True)
 
     def make_id(self, prefix: str) -> str:
         """A new one, also across restarts: terms differ."""
@@ -204,7 +213,9 @@ class Book:
     def write_reclaim(self, reclaim: ReclaimRecord) -> None:
         """To be stored, with the whole deadline."""
         order = reclaim.order(reclaim.asked_at_ms)
-        self.journal[f"reclaim:{reclaim.reclaim_id}"] = ReclaimEntry(order=order, key=reclaim.key)
+        self.journal[f"reclaim:{reclaim.reclaim_id}"] = ReclaimEntry(
+            order=order, key=reclaim.key, of_nobody=reclaim.of_nobody
+        )
 
     def write_pairs(self) -> None:
         """To be stored."""
@@ -247,7 +258,7 @@ class Book:
                         order.reclaim_id,
                         ReclaimRecord(
                             order.reclaim_id, order.offer_id, order.keep_bytes, order.deadline_ms, now_ms,
-                            key=entry.key,
+                            key=entry.key, of_nobody=entry.of_nobody,
                         ),
                     )  # fmt: skip
                 case PlacementEntry():

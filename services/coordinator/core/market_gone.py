@@ -34,6 +34,8 @@ def _forget_mempool(book: Book, mempool: InstanceId, now_ms: int) -> None:
     for record in book.offers.values():
         if record.offer.mempool == mempool:
             book.close_offer(record, "its mempool is gone", now_ms)
+            for reclaim in book.open_reclaims(record.offer.offer_id):
+                reclaim.told = False  # the answer may not have come
     del book.mempools[mempool]
     book.journal[f"mempool:{mempool}"] = None
     book.note("mempool_gone", mempool, "", now_ms)

@@ -195,10 +195,20 @@ class ReclaimRecord:
     asked_at_ms: int
     done_at_ms: int | None = None
     key: str = ""
+    # nobody waits for the bytes: their readers have the whole time from when their mempool hears of it
+    of_nobody: bool = False
+    told: bool = False  # so far, of one of nobody
+
+    def tell(self, now_ms: int) -> ReclaimOrder:
+        """To its mempool, with an answer."""
+        if self.of_nobody and not self.told:
+            self.told, self.asked_at_ms = True, now_ms
+        return self.order(now_ms)
 
     def order(self, now_ms: int) -> ReclaimOrder:
-        """What its mempool is told now."""
-        left_ms = max(0, self.asked_ms - (now_ms - self.asked_at_ms))
+        """What its mempool would be told now."""
+        begun = self.told or not self.of_nobody
+        left_ms = max(0, self.asked_ms - (now_ms - self.asked_at_ms)) if begun else self.asked_ms
         return ReclaimOrder(
             reclaim_id=self.reclaim_id,
             offer_id=self.offer_id,
@@ -253,6 +263,7 @@ class ReclaimEntry(Struct, frozen=True, kw_only=True, tag="reclaim"):
 
     order: ReclaimOrder
     key: str = ""
+    of_nobody: bool = False
 
 
 class PlacementEntry(Struct, frozen=True, kw_only=True, tag="placement"):

@@ -68,7 +68,7 @@ def reply(book: Book, record: MempoolRecord, seq: int, now_ms: int) -> ReportRep
         is_here = offer.offer.boot_generation == record.boot_generation
         if offer.state == "proposed" and is_here and offer.target_bytes > 0:
             offers.append(replace(offer.offer, length_bytes=offer.target_bytes))
-        reclaims += [reclaim.order(now_ms) for reclaim in book.open_reclaims(offer.offer.offer_id)]
+        reclaims += [reclaim.tell(now_ms) for reclaim in book.open_reclaims(offer.offer.offer_id)]
     is_busy = bool(offers or reclaims)
     fence = Token(book.term, book.next_number)
     for lease in book.leases.values():

@@ -67,6 +67,7 @@ class InstanceLoad:
     _old: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # decode, arrived by now
     # decode, not said to have come; where a report was lost, nothing that was on its way then
     _coming: dict[AttemptKey, OpenStage] = field(default_factory=dict)
+    _unsure: dict[AttemptKey, OpenStage] = field(default_factory=dict)  # was coming when a report was lost
     _colocated: dict[AttemptKey, int] = field(default_factory=dict)  # whole requests: when they were placed
     _young_context_tokens: int = 0
     _old_context_tokens: int = 0
@@ -125,6 +126,7 @@ class InstanceLoad:
         self._unreported.pop(key, None)
         self._colocated.pop(key, None)
         self._coming.pop(key, None)
+        self._unsure.pop(key, None)
         if (young := self._young.pop(key, None)) is not None:
             self._young_context_tokens -= young.context_tokens
         if (old := self._old.pop(key, None)) is not None:
@@ -140,6 +142,7 @@ class InstanceLoad:
         for key in report.arrived or ():
             self._unreported.pop(key, None)
             self._coming.pop(key, None)
+            self._unsure.pop(key, None)
         says_all = report.arrived is not None and (self.report is None or report.seq == self.report.seq + 1)
         self.report, self.reported_at_ms = report, now_ms
         patience_ms = self.arrive_ms if says_all else self.transit_ms
@@ -149,6 +152,7 @@ class InstanceLoad:
                 break
             del self._unreported[key]
         if not says_all:
+            self._unsure.update(self._coming)
             self._coming.clear()
         if report.arrived is not None:
             come = self._num_whole() + len(self._old) + len(self._young) - len(self._coming)
@@ -219,7 +223,7 @@ class InstanceLoad:
         room = self.report.room
         come = max(0, seen - self._num_whole() - self._num_others)
         missing = len(self._old) + len(self._young) - come
-        coming = self._coming if self._says_arrived() else self._young
+        coming = {**self._unsure, **self._coming} if self._says_arrived() else self._young
         on_way = sum(stage.need_blocks for stage in islice(reversed(coming.values()), max(0, missing)))
         on_way += sum(stage.need_blocks for stage in self._unreported.values())
         return max(0, room.free_blocks) - max(0, room.owed_blocks) - on_way
