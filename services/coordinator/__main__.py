@@ -1,12 +1,8 @@
 """`python -m services.coordinator --listen 127.0.0.1:8103`: settings, clock, listener, core -> run."""
 
-import contextlib
 import ipaddress
 import socket
 import sys
-import time
-from collections.abc import Generator
-from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,36 +16,13 @@ from shared.errors import SettingsError
 from shared.observe import log, service
 from shared.observe.admin import parse_listen
 from shared.transport.clock import MonotonicClock
+from shared.transport.http_server import HttpServer
 from shared.transport.unix_socket import take_all_descriptors
-from shared.transport.unread import Unread
 
 KEEP_ALIVE_S = 30
-UNREAD_S = 10.0  # of a connection that takes nothing of its answers; closing it would wait for that
-UNREAD_TICKS = 10  # a second of uvicorn's ticks
+UNREAD_S = 10.0  # of a connection that takes nothing of its answers
 MAX_CONNECTIONS = 2_048
 BACKLOG = 512
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: it would end with the signal's status instead of 0. It gives up who does not
-    read."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._unread = Unread(UNREAD_S)
-
-    async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second."""
-        if counter % UNREAD_TICKS == 0:
-            connections = cast(set[TimedProtocol], self.server_state.connections)
-            for each in self._unread.look(connections, time.monotonic()):
-                each.transport.abort()
-        return await super().on_tick(counter)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the handlers alone."""
-        yield
 
 
 def bind(listen: str) -> socket.socket:
@@ -84,21 +57,20 @@ def own_url(advertise: str, host: str, port: int) -> str:
 
 def server_of(app: FastAPI) -> uvicorn.Server:
     """What serves the application, to be told where."""
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=TimedProtocol,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-        )
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
     )
+    return HttpServer[TimedProtocol](config, UNREAD_S)
 
 
 async def run(settings: CoordinatorSettings) -> int:

@@ -10,9 +10,6 @@ import os
 import resource
 import signal
 import socket
-import time
-from collections.abc import Generator
-from typing import cast
 
 import uvicorn
 
@@ -26,11 +23,11 @@ from services.gateway.push import Limits
 from shared.observe import service
 from shared.observe.log import get_logger
 from shared.transport.heap import settle_heap
-from shared.transport.unread import Unread, num_unsent
+from shared.transport.http_server import HttpServer
+from shared.transport.unread import num_unsent
 from shared.wire.requests import ALIVE_TIMEOUT_MS
 
 DRAIN_POLL_S = 0.05
-UNREAD_TICKS = 10  # a second of uvicorn's ticks
 BACKLOG = 2_048
 # after a bug: workers go on for so long for a gateway that says Alive no more
 BROKEN_DRAIN_MS = ALIVE_TIMEOUT_MS
@@ -39,32 +36,19 @@ END_LIMIT_S = 10.0  # after a bug, for what follows the draining
 _log = get_logger("gateway.server")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM first drains (see _drain). It gives up who does not read."""
-
-    def __init__(self, config: uvicorn.Config, unread_timeout_s: float) -> None:
-        super().__init__(config)
-        self._unread = Unread(unread_timeout_s)
+class _Server(HttpServer[Connection]):
+    """SIGTERM first drains (see _drain)."""
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's, ten times a second."""
-        if len(connections_of(self)) > Limits.connections:
-            make_room(connections_of(self))
-        if counter % UNREAD_TICKS == 0:
-            for each in self._unread.look(connections_of(self), time.monotonic()):
-                metrics.SLOW_READERS.inc()
-                each.transport.abort()
+        if len(self.connections) > Limits.connections:
+            make_room(self.connections)
         return await super().on_tick(counter)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the handlers alone."""
-        yield
-
-
-def connections_of(server: uvicorn.Server) -> set[Connection]:
-    """Those that are open, or not sent yet."""
-    return cast(set[Connection], server.server_state.connections)
+    def give_up(self, connection: Connection) -> None:
+        """It took nothing for too long."""
+        metrics.SLOW_READERS.inc()
+        super().give_up(connection)
 
 
 def apply_limits(settings: GatewaySettings) -> None:
@@ -77,7 +61,7 @@ def apply_limits(settings: GatewaySettings) -> None:
     Limits.connections = num_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def make_server(gateway: Gateway) -> uvicorn.Server:
+def make_server(gateway: Gateway) -> _Server:
     """A uvicorn server for the gateway's application, not started."""
     settings = gateway.settings
     apply_limits(settings)
@@ -136,7 +120,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket, beats_fd: in
     return status
 
 
-async def _drain(gateway: Gateway, server: uvicorn.Server, is_broken: bool) -> None:
+async def _drain(gateway: Gateway, server: _Server, is_broken: bool) -> None:
     """Refuse new requests (/ready says 503 and what is in flight), let those in flight finish and be read until the
     drain deadline, or a second signal.
     """
@@ -151,7 +135,7 @@ async def _drain(gateway: Gateway, server: uvicorn.Server, is_broken: bool) -> N
     deadline = loop.time() + limit_ms / 1000
     _log.info("gateway_draining", in_flight=gateway.admission.num_running)
     # Polled: once in a process life.
-    while in_flight := max(gateway.admission.num_running, num_unsent(connections_of(server))):
+    while in_flight := max(gateway.admission.num_running, num_unsent(server.connections)):
         gateway.in_flight = in_flight
         if is_told_twice.is_set() or loop.time() >= deadline:
             break

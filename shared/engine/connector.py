@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash
 
 from shared.engine import pool
 from shared.engine.block_copy import BlockCopier
@@ -92,8 +92,7 @@ class QuireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _is_cached(self, block_hash: bytes) -> bool:
         assert self.block_pool is not None
-        key = make_block_hash_with_group_id(BlockHash(block_hash), GROUP)
-        return self.block_pool.cached_block_hash_to_block.get_one_block(key) is not None
+        return self.block_pool.get_cached_block(BlockHash(block_hash), [GROUP]) is not None
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self.scheduler is not None

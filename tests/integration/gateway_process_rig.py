@@ -72,6 +72,17 @@ async def ready(client, child, seconds=60.0):
             await asyncio.sleep(0.05)
 
 
+async def streamed(client, when_begun) -> str:
+    """All that comes of a streamed answer to CHAT. `when_begun`: awaited behind its first part."""
+    text = ""
+    async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as reply:
+        async for part in reply.aiter_text():
+            if not text:
+                await when_begun()
+            text += part
+    return text
+
+
 def answer_in_two(first: int, rest: list[int], may_end: asyncio.Event):
     """A worker's script: one token, and the others when they may come."""
 

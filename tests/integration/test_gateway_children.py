@@ -15,6 +15,7 @@ from tests.integration.gateway_process_rig import (
     neighbours,
     process,
     ready,
+    streamed,
 )
 from tests.integration.gateway_rig import answer_tokens, until
 
@@ -92,16 +93,13 @@ async def test_a_process_that_drains_for_long_does_not_hang(model_dir):
         worker.script = answer_in_two(first, rest, may_end)
         flags = {"processes": 2, "drain_deadline_ms": 60_000}
         async with process(model_dir, coordinator, scheduler, code=SOON_SILENT, **flags) as (child, client):
-            body = {**CHAT, "stream": True}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-                text = ""
-                async for part in reply.aiter_text():
-                    if not text:  # it has begun
-                        child.send_signal(signal.SIGTERM)
-                        await asyncio.sleep(5)
-                        may_end.set()
-                    text += part
-            assert "jumps" in text
+
+            async def drain_for_long():
+                child.send_signal(signal.SIGTERM)
+                await asyncio.sleep(5)
+                may_end.set()
+
+            assert "jumps" in await streamed(client, drain_for_long)
             _, said = await asyncio.wait_for(child.communicate(), 60)
             assert child.returncode == 0
             assert b"killed" not in said

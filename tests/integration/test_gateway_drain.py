@@ -5,8 +5,16 @@ import signal
 
 import pytest
 
+from tests.integration.gateway_process_rig import (
+    CHAT,
+    answer_in_two,
+    children_of,
+    ids,
+    neighbours,
+    process,
+    streamed,
+)
 from tests.integration.gateway_rig import answer_tokens, until
-from tests.integration.test_gateway_process import CHAT, answer_in_two, children_of, ids, neighbours, process
 
 
 async def says_in_flight(client, count):
@@ -46,16 +54,14 @@ async def test_the_drain_deadline_or_a_second_signal_ends_streams_with_an_error_
         worker.script = answer_tokens(ids(model_dir, " the quick brown fox" * 50), gap_s=0.1)
         flags = {"drain_deadline_ms": 300_000 if is_told_twice else 300}
         async with process(model_dir, coordinator, scheduler, **flags) as (child, client):
-            body = {**CHAT, "stream": True}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-                text = ""
-                async for part in reply.aiter_text():
-                    if not text:  # it has begun
-                        child.send_signal(signal.SIGTERM)
-                        if is_told_twice:
-                            await says_in_flight(client, 1)
-                            child.send_signal(signal.SIGTERM)
-                    text += part
+
+            async def tell():
+                child.send_signal(signal.SIGTERM)
+                if is_told_twice:
+                    await says_in_flight(client, 1)
+                    child.send_signal(signal.SIGTERM)
+
+            text = await streamed(client, tell)
             assert '"code":"draining"' in text
             assert text.endswith("data: [DONE]\n\n")
             assert await asyncio.wait_for(child.wait(), 30) == 0

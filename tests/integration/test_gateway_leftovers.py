@@ -11,8 +11,8 @@ import pytest
 from shared.wire.requests import TokenLogprob
 from tests.integration import gateway_app
 from tests.integration.gateway_app import running
+from tests.integration.gateway_process_rig import neighbours, process
 from tests.integration.gateway_rig import MODEL, answer_tokens, chat, make_model_dir, until
-from tests.integration.test_gateway_process import neighbours, process
 from tests.integration.test_gateway_tool_calls import chat as tool_chat
 from tests.integration.test_gateway_tool_calls import streamed, whole
 from tests.unit.gateway_text_fixtures import make_model_dir as make_tool_model

@@ -23,6 +23,7 @@ from tests.integration.gateway_process_rig import (
     neighbours,
     process,
     ready,
+    streamed,
 )
 from tests.integration.gateway_rig import MODEL, answer_tokens, until
 
@@ -59,16 +60,14 @@ async def test_a_bug_in_the_background_ends_a_gateway_that_would_answer_from_wha
         code = breaks_when(broken, drain_ms)
         flags = {"drain_deadline_ms": 60_000}
         async with process(model_dir, coordinator, scheduler, code=code, **flags) as (child, client):
-            body = {**CHAT, "stream": True}
-            async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-                text = ""
-                async for part in reply.aiter_text():
-                    if not text:  # it has begun
-                        broken.touch()
-                        await until(lambda: not broken.exists())
-                        if finishes:
-                            may_end.set()
-                    text += part
+
+            async def break_it():
+                broken.touch()
+                await until(lambda: not broken.exists())
+                if finishes:
+                    may_end.set()
+
+            text = await streamed(client, break_it)
             assert ('"code":"draining"' in text) is not finishes
             assert text.endswith("data: [DONE]\n\n")
             assert await asyncio.wait_for(child.wait(), 60) == EXIT_BUG
