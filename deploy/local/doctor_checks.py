@@ -29,9 +29,8 @@ NEED_DISK_BYTES = 2 * GIB
 LEAST_DISK_BYTES = 16 << 20  # of a start: logs, settings, Redis' journal
 NEED_SHM_BYTES = 64 << 20
 NEED_FILES = 1024  # of a process that takes no more than it is given
-NEED_MOST_FILES = (
-    4096  # of one that takes all it may: a gateway's 1,024 streams, as many idle clients, workers
-)
+# of one that takes all it may: a gateway's 1,024 streams, as many idle clients, workers
+NEED_MOST_FILES = 4096
 VLLM_VERSION = "0.26.0"
 VLLM_FIX = f"run `make install`: Quire hosts vLLM {VLLM_VERSION} and no other"
 IMPORT_TIMEOUT_S = 180

@@ -50,9 +50,8 @@ class Life:
 
     def __init__(self, rng: random.Random, name: str, *, is_fair: bool) -> None:
         self.rng, self.names = rng, 0
-        self.features = {
-            each for each in FEATURES if rng.random() < 0.6
-        }  # what all do at once hides what some do
+        # what all do at once hides what some do
+        self.features = {each for each in FEATURES if rng.random() < 0.6}
         self.longest = rng.choice([40, 60, 80])  # tokens of a prompt
         need = -(-(self.longest + MOST_ANSWER) // BLOCK_TOKENS) + 1
         num_pages, far_blocks = rng.choice([5, 6, 8, 8, 12, 16]), need + rng.choice([0, 2, 8])
@@ -76,9 +75,8 @@ class Life:
         self.texts: list[bytes] = []
         self.claims: list[Any] = []
         self.handoffs: list[tuple[HandoffId, bytes]] = []
-        self.asks: list[
-            tuple[str, bytes, int, dict[str, Any], int]
-        ] = []  # have a lease, and are on their way
+        # have a lease, and are on their way
+        self.asks: list[tuple[str, bytes, int, dict[str, Any], int]] = []
         self.world.pump()
 
     def now(self, feature: str, share: float) -> bool:

@@ -38,9 +38,8 @@ class MarketLimits:
     report_idle_ms: int = 1_000
     report_ttl_ms: int = 3_000
     forget_after_ms: int = 60_000
-    lost_after_ms: int = (
-        86_400_000  # a reclaim waits so long for a mempool that is gone: none is cut off for longer
-    )
+    # a reclaim waits so long for a mempool that is gone: none is cut off for longer
+    lost_after_ms: int = 86_400_000
     orphan_deadline_ms: int = 5_000
     max_offers: int = 1_024
     max_leases: int = 16_384
