@@ -156,9 +156,8 @@ def test_no_line_raises_into_who_writes_it_whatever_is_in_it(lines):
     log.setup("x", "x", "info")
     log.get_logger("a").info("found", path="a\udc80", more={"b\udc80": ("c\udc80", 1)})
     root = logging.getLogger()
-    root.handlers = [
-        each for each in root.handlers if isinstance(each, log._StdlibHandler)
-    ]  # pytest's raises
+    # pytest's raises
+    root.handlers = [each for each in root.handlers if isinstance(each, log._StdlibHandler)]
     library = logging.getLogger("some.library")
     library.warning("%d of them", "two")
     library.warning("half a pair \ud800")
